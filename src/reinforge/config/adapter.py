@@ -38,6 +38,13 @@ class AdapterConfig(Section):
             " log-probs and references have none. Not for policy gradients, and not with dora."
         ),
     )
+    modules_to_save: list[str] = Field(
+        [],
+        description=(
+            "Modules that are trained whole beside the adapter and saved with it, by the end of"
+            " their names, e.g. lm_head, embed_tokens."
+        ),
+    )
     path: str | None = Field(None, description="Continue from this saved adapter.")
 
     @model_validator(mode="after")
@@ -59,4 +66,17 @@ class AdapterConfig(Section):
             raise ValueError("dropout: 1 leaves nothing of the adapter; use a smaller share")
         if self.dropout and self.kind == "dora":
             raise ValueError("dropout: dora has none; use lora, rslora or qlora, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_modules(self) -> AdapterConfig:
+        if self.modules_to_save and self.path is not None:
+            raise ValueError(
+                "modules_to_save: a saved adapter has its own; leave modules_to_save or path out"
+            )
+        if self.modules_to_save and self.init == "pissa":
+            raise ValueError(
+                "modules_to_save: an adapter of twice the rank, as PiSSA is exported, has none;"
+                " leave modules_to_save or init out"
+            )
         return self

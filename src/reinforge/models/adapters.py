@@ -13,7 +13,7 @@ begins as the largest singular values and vectors of W, and the base keeps W - s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from reinforge.config.adapter import AdapterConfig
 from reinforge.core.errors import InputError
@@ -38,6 +38,7 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
+    _refuse_tied(module, cfg.modules_to_save)
     if cfg.path:
         wrapped = PeftModel.from_pretrained(module, cfg.path, is_trainable=True)
     else:
@@ -50,6 +51,7 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
             use_dora=cfg.kind == "dora",
             use_rslora=cfg.kind == "rslora",
             exclude_modules=[head] if head else None,
+            modules_to_save=list(cfg.modules_to_save) or None,
             init_lora_weights="pissa" if cfg.init == "pissa" else True,
             target_modules=cfg.targets if isinstance(cfg.targets, str) else list(cfg.targets),
         )
@@ -63,12 +65,62 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
                     where="adapter.targets",
                     fix="Use all-linear, or names that occur in the model.",
                 ) from error
+    _refuse_none(wrapped, cfg.modules_to_save)
     if head:
         getattr(wrapped.get_base_model(), head).requires_grad_(True)
     add_dropout(wrapped, cfg.dropout)
     make_lean(wrapped)
     setattr(wrapped, _NEW, not cfg.path and cfg.init == "default")
     return wrapped
+
+
+def whole_modules(module: Any) -> dict[str, Any]:
+    """By name the modules that are trained whole beside the adapter (modules_to_save), each with
+    its original.
+    """
+    from peft.utils.other import ModulesToSaveWrapper
+
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, ModulesToSaveWrapper)
+    }
+
+
+def in_use(whole: Any) -> nn.Module:
+    """The module that one of the `whole_modules` computes with now."""
+    if whole.disable_adapters or not whole.active_adapters:
+        return whole.original_module  # type: ignore[no-any-return]
+    return whole.modules_to_save[whole.active_adapters[0]]  # type: ignore[no-any-return]
+
+
+def _refuse_tied(module: Any, names: Sequence[str]) -> None:
+    """Where head and embedding are one weight, a copy of one of them would part them."""
+    if not names or not module.config.get_text_config().tie_word_embeddings:
+        return
+    ends = {id(module.get_input_embeddings()), id(module.get_output_embeddings())}
+    tied = [
+        name
+        for name, part in module.named_modules()
+        if id(part) in ends and any(name.endswith(wanted) for wanted in names)
+    ]
+    if tied:
+        raise InputError(
+            f"{tied[0]} has its weight in common with the other end of the model.",
+            where="adapter.modules_to_save",
+            fix="Leave it out, or train without an adapter.",
+        )
+
+
+def _refuse_none(wrapped: Any, names: Sequence[str]) -> None:
+    found = whole_modules(wrapped)
+    for wanted in names:
+        if not any(name.endswith(wanted) for name in found):
+            raise InputError(
+                f"{wanted!r} is the name of no module of this model.",
+                where="adapter.modules_to_save",
+                fix="Give the end of a module's name, e.g. lm_head or embed_tokens.",
+            )
 
 
 @contextmanager

@@ -50,7 +50,8 @@ class CausalModel(PackedModel):
         super().__init__(module, tokenizer, exact=exact)
         self.causal: Any = self.plain
         self.head = self.causal.get_output_embeddings()
-        if not isinstance(self.head, nn.Linear):
+        # trained whole beside an adapter, it is wrapped together with its original
+        if not isinstance(getattr(self.head, "original_module", self.head), nn.Linear):
             raise InputError(
                 f"{type(self.causal).__name__} has an output head of type"
                 f" {type(self.head).__name__}, which cannot be computed in chunks.",

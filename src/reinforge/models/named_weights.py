@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from reinforge.models.adapters import _written_out, is_adapted
+from reinforge.models.adapters import _written_out, in_use, is_adapted, whole_modules
 from reinforge.models.causal import VALUE_HEAD
 
 
@@ -122,7 +122,9 @@ def _plain(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merged(plain: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Base weights under their own names; of an adapted one, the sum of base and adapter."""
+    """Base weights under their own names; of an adapted one, the sum of base and adapter; of a
+    module that is trained whole, the trained ones.
+    """
     from peft.tuners.lora import LoraLayer
 
     layers = {name: layer for name, layer in plain.named_modules() if isinstance(layer, LoraLayer)}
@@ -131,8 +133,11 @@ def _merged(plain: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, 
             # one of several adapters around one module, which its outermost one answers for
             continue
         yield from ((f"{name}.{key}", tensor) for key, tensor in _of_layer(layer, dtype))
+    whole = whole_modules(plain)
+    for name, part in whole.items():
+        yield from ((f"{name}.{key}", tensor) for key, tensor in _plain(in_use(part)))
     for name, tensor in _plain(plain):
-        if not any(name.startswith(f"{layer}.") for layer in layers):
+        if not any(name.startswith(f"{layer}.") for layer in (*layers, *whole)):
             yield name, tensor
 
 

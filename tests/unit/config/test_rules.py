@@ -66,6 +66,7 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "Compiled layers": ("model.compile=true",),
         "LoRA, rsLoRA, DoRA": ("adapter={kind: lora}",),
         "QLoRA (base in 4 bits)": ("adapter={kind: qlora}",),
+        "Modules trained whole beside an adapter": ("adapter={modules_to_save: [lm_head]}",),
         "Weights that stay as they are": ("train.freeze=[model.embed_tokens]",),
         "Reward models": ("algorithm.name=bradley_terry", NO_REWARDS),
         "A critic": ("algorithm.name=ppo", "critic={}"),

@@ -33,6 +33,10 @@ def _critic_lora_plus(config: Sections) -> bool:
 CAUSAL_ONLY = "the backend megatron trains causal LMs only"
 ONE_PROCESS = No("it is proved for one process", "set train.backend=local, or leave it out")
 FOUR_BITS = No("a base in 4 bits is for one process", "set train.backend=local, or use lora")
+WHOLE_MODULES = No(
+    "a module and its original are not cut over several processes",
+    "set train.backend=local, or leave it out",
+)
 WHOLE_WEIGHTS = No(
     "Megatron's layers train whole weights",
     "leave it out, or set train.backend=fsdp",
@@ -143,6 +147,17 @@ FEATURES = (
         "adapter.kind",
         lambda c: c.adapter is not None and c.adapter.kind == "qlora",
         _cells(local=YES, fsdp=FOUR_BITS, deepspeed=FOUR_BITS, megatron=WHOLE_WEIGHTS),
+    ),
+    Feature(
+        "Modules trained whole beside an adapter",
+        "adapter.modules_to_save",
+        lambda c: c.adapter is not None and bool(c.adapter.modules_to_save),
+        _cells(
+            local=YES,
+            fsdp=WHOLE_MODULES,
+            deepspeed=WHOLE_MODULES,
+            megatron=WHOLE_WEIGHTS,
+        ),
     ),
     Feature(
         "Weights that stay as they are",
