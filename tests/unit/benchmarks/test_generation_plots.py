@@ -36,8 +36,9 @@ def measured(bench: dict[str, Any]) -> list[Any]:
     said = [
         {"peer": "vllm", "workload": "smoke", "seconds": s, "lengths": [8, 24]} for s in (1.2, 2.4)
     ]
+    numbers = gpu_generate.Numbers()
     return [
-        *(gpu_generate.measure(one, "tiny", "smoke", 3) for one in (model, exact)),
+        *(gpu_generate.measure(one, "tiny", "smoke", 3, numbers) for one in (model, exact)),
         gpu_generate.peers_result(model, "tiny", "smoke", "cpu", said),
     ]
 
@@ -52,7 +53,10 @@ def test_what_is_written_is_what_was_measured(
     assert (plain.variant, exact.variant, peer.variant) == ("fp32", "fp32 exact", "bf16")
     assert [r.key for r in plain.rounds] == [1, 2, 3]
     assert all(4 <= r.tokens <= 4 * 24 and r.longest <= 24 for r in plain.rounds)
-    assert {"preemptions", "captures", "peak_gib"} == plain.details.keys()
+    mismatches = {"mismatch_model", "mismatch_fp8"}
+    assert {"preemptions", "captures", "peak_gib", *mismatches} == plain.details.keys()
+    assert plain.details["mismatch_model"] < 1e-5
+    assert plain.details["mismatch_fp8"] > 1e-4, "sampled in float32"
     assert peer.median("ms_per_token_of_the_longest") == pytest.approx((50 + 100) / 2)
     assert peer.spread("tokens_per_second") == pytest.approx((20.0, 32 / 2.4, 32 / 1.2))
     entry = json.loads(path.read_text())["results"][0]

@@ -197,7 +197,7 @@ def test_resumes_where_it_stopped(tmp_path: Path) -> None:
         journal = out.with_name(".o.jsonl.part")
         journal.write_bytes(journal.read_bytes() + b'{"id": "torn')
         down.clear()
-        assert generate("m", prompts, out, **options) == 10
+        assert len(generate("m", prompts, out, **options)) == 10
         assert [last_word(a) for a in stub.asked] == [*before, "3", "4"]
         assert [(r["tag"], r["completion"]) for r in lines_of(out)] == [
             (i, f"{i}.{k}") for i in range(5) for k in range(2)
