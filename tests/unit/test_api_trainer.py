@@ -14,6 +14,7 @@ import torch
 import reinforge
 from helpers.tiny_runs import DATA, EVAL, digest, launch, lines, tensors
 from helpers.toy_rewards import odd
+from reinforge.build.execute import OpenRun
 from reinforge.build.run import ConfigTrainer
 from reinforge.checkpoint import store
 from reinforge.cli.train import train as train_command
@@ -284,6 +285,47 @@ def test_other_rows_do_not_continue_a_run(make: Make) -> None:
     other = [*DATA[:-1], {"prompt": "other"}]
     with pytest.raises(InputError, match="data"):
         reinforge.train(cfg, data=other, rewards=[odd])
+
+
+class FakeStep:
+    """A step as a trainer sees it."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.done = False
+        self.update: Callable[[], None] = lambda: None
+
+    def on_update(self, finish: Callable[[], None]) -> None:
+        self.update = finish
+
+
+def test_a_step_that_was_cut_comes_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Ray, where an actor was lost while step 2 was trained: the run opens once more and goes
+    on from a checkpoint after step 1.
+    """
+    first, cut, again = FakeStep(1), FakeStep(2), FakeStep(2)
+
+    def execute(*args: Any) -> Any:
+        opened = OpenRun(None, None)  # type: ignore[arg-type]
+        yield opened
+        yield first
+        first.done = True
+        yield first
+        yield cut
+        yield opened
+        yield again
+        again.done = True
+        yield again
+
+    monkeypatch.setattr("reinforge.build.execute.execute", execute)
+    trainer = ConfigTrainer(make("run", "algorithm.name=grpo"))
+    steps = iter(trainer)
+    assert next(steps) is first
+    assert next(steps) is cut and first.done
+    with pytest.raises(InputError, match="step 2 was cut"):
+        cut.update()
+    assert next(steps) is again and not again.done
+    assert next(steps, None) is None and again.done
 
 
 def test_a_pipeline_is_no_run(tmp_path: Path) -> None:

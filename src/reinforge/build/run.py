@@ -45,6 +45,7 @@ class ConfigTrainer:
         self._items: Generator[OpenRun | RunStep, None, None] | None = None
         self._open: OpenRun | None = None
         self._step: RunStep | None = None  # the one that is in the caller's hands
+        self._again: RunStep | None = None  # the next one, where that one was cut
         self._ended = False
 
     # ---- steps ----
@@ -66,7 +67,8 @@ class ConfigTrainer:
     def _next(self) -> RunStep | None:
         """The next step that is open; None when the run has ended."""
         self._finish_step()
-        step = self._advance()
+        step = self._again or self._advance()
+        self._again = None
         if step is not None:
             assert not step.done
             step.on_update(partial(self._update, step))
@@ -82,13 +84,26 @@ class ConfigTrainer:
                 fix="Make a new trainer: it continues from the newest checkpoint.",
             )
         self._finish_step()
+        if not step.done:
+            raise InputError(
+                f"step {step.number} was cut: what trained it was lost, and was made again.",
+                where="step.update",
+                fix="Ask the trainer for its next step: what was cut comes again, with its draws.",
+            )
 
     def _finish_step(self) -> None:
-        """Trains the step that is in the caller's hands."""
+        """Trains the step that is in the caller's hands. Where it was cut (on Ray an actor may be
+        lost, and the run goes on from its newest checkpoint), the step that comes instead is the
+        next one.
+        """
         step = self._step
-        if step is not None and not step.done:
-            done = self._advance()
-            assert done is step and step.done
+        if step is None or step.done:
+            return
+        found = self._advance()
+        if found is not step:
+            self._again = found
+            self._step = None
+        assert found is not step or step.done
 
     def _advance(self) -> RunStep | None:
         """What the run does next; None when it has ended."""
