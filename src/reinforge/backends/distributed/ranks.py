@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -179,6 +180,8 @@ class Ranks:
         if free:
             self._turn.release()
         if dist.is_initialized() and (self.broken is None or self.kind == "cpu"):
+            # models in cycles would end their groups after the process has ended its own
+            gc.collect()
             dist.destroy_process_group()
 
     # ---- commands ----
