@@ -24,6 +24,7 @@ EXIT_INTERRUPTED = 130
 SLOW = (
     "train",
     "sft",
+    "sweep",
     "plan",
     "demo",
     "eval",
@@ -49,6 +50,10 @@ class ReinforgeCommands(LazyGroup):
         "sft": CommandEntry(
             "reinforge.cli.train:sft",
             "Fine-tune a model on rows of your own, without a configuration.",
+        ),
+        "sweep": CommandEntry(
+            "reinforge.cli.sweep:sweep",
+            "Search for the best settings with many runs of a configuration.",
         ),
         "plan": CommandEntry(
             "reinforge.cli.plan:plan",

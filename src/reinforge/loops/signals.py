@@ -18,6 +18,9 @@ from reinforge.core.errors import Terminated
 T = TypeVar("T")
 # a terminal that closes, a batch system whose time runs out: the end comes later
 WARNINGS = (signal.SIGHUP, signal.SIGUSR1)
+# in the environment of a process whose parent passes its own signals on to it
+PASSED_ON = "REINFORGE_TRIAL"
+PASSING_PARENTS = ("TORCHELASTIC_RUN_ID", PASSED_ON)
 
 
 def _kinds() -> list[signal.Signals]:
@@ -27,6 +30,10 @@ def _kinds() -> list[signal.Signals]:
     """
     free = [kind for kind in WARNINGS if signal.getsignal(kind) is signal.SIG_DFL]
     return [signal.SIGTERM, signal.SIGINT, *free]
+
+
+def _has_passing_parent() -> bool:
+    return any(name in os.environ for name in PASSING_PARENTS)
 
 
 class Signals:
@@ -72,9 +79,9 @@ class Signals:
                 # the first was a warning, this is the request: it gets its time too
                 self.received = kind
                 return
-            if number == self.received == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ:
-                # the same one: a batch system sends it to every process, and torchrun passes its
-                # own on
+            if number == self.received == signal.SIGTERM and _has_passing_parent():
+                # the same one: a batch system sends it to every process, and torchrun and a sweep
+                # pass their own on
                 return
             os._exit(128 + number)
         self.terminate(kind)

@@ -1,0 +1,40 @@
+"""`reinforge sweep` as a user runs it: every trial a process, cut by Ctrl-C, and gone on with."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from helpers.cli_runs import cli, evaluated_steps, start, trained_steps, write_config
+from reinforge.watch.runs import read_json
+
+PAUSE = {"PAUSE_AT": "reward:4", "PAUSE": "60"}
+
+
+def test_a_sweep_is_cut_and_goes_on(tmp_path: Path, tiny_dir: str) -> None:
+    """The signal goes to the sweep alone, while the trial waits for a reward of its third step."""
+    config = write_config(tmp_path, Path(tiny_dir), train={"steps": 3}, eval={"every": 2})
+    command = ["sweep", str(config), "--over", "train.learning_rate=log:1e-4..1e-2"]
+    command += ["--trials", "1", "--dir", "sweep"]
+    trial = tmp_path / "sweep" / "trial-001"
+
+    cut = start(command, tmp_path, env=PAUSE)
+    assert cut.until((tmp_path / "paused").exists), cut.output()
+    cut.send(signal.SIGINT)
+    (tmp_path / "go").touch()
+    assert cut.wait() == 130, cut.output()
+    assert "stopped by SIGINT after 0 of 1 trials; the same command continues." in cut.output()
+    assert "Traceback" not in cut.output()
+    before = trained_steps(trial)
+    assert 0 < len(before) < 3
+
+    done = cli(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trial 1 of 1 goes on where it was cut: train.learning_rate" in done.stdout
+    assert trained_steps(trial) == [1, 2, 3]
+    assert evaluated_steps(trial) == [0, 2, 3]
+    (record,) = read_json(tmp_path / "sweep" / "summary.json")["trials"]
+    assert (record["state"], record["steps"]) == ("finished", 3)
+    shown = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[-4:])
+    assert shown["run"] == "sweep/trial-001"
+    assert shown["train"].startswith(f"reinforge train {config} train.learning_rate=")
