@@ -66,7 +66,7 @@ docs: env-docs reference ## build the site into site/
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q && echo "built site/index.html"
 
 # The extras that live in one environment. gem, verifiers, openenv, vllm and sglang pin other versions of the same things.
-TOGETHER = tensorboard wandb mlflow trackio gguf qlora serve structured tasks math lm-eval ray deepspeed megatron mcp textarena gymnasium docs test
+TOGETHER = tensorboard wandb mlflow trackio sweep gguf qlora serve structured tasks math lm-eval ray deepspeed megatron mcp textarena gymnasium docs test
 lock: env-test ## pin everything in constraints.txt anew (newer versions: delete their lines first)
 	@$(PY) -m pip install -q uv 2>/dev/null
 	@$(PY) -m uv pip compile pyproject.toml $(TOGETHER:%=--extra %) --universal --python-version 3.11 --no-header --no-annotate -q -o constraints.txt

@@ -19,6 +19,7 @@ FLOORS = {
     "api": 9,
     "check": 8,
     "pipelines": 8,
+    "sweeps": 8,
     "plan": 7,
     "offline": 7,
     "build": 6,
@@ -68,6 +69,7 @@ HOMES = {
     "httpx2": "engines/",
     "lm_eval": "evals/lm_eval.py",
     "llguidance": "models/constraint_library.py",
+    "optuna": "sweeps/study.py",
 }  # each in one file; httpx2 in two: theirs, and our own servers
 
 
@@ -388,6 +390,7 @@ def test_dependencies_are_honest() -> None:
         "math",
         "lm-eval",
         "kernels",
+        "sweep",
     )
     assert used <= allowed, f"imported but not declared: {sorted(used - allowed)}"
     indirect = {"numpy"}  # Tensor.numpy() needs it, and torch does not bring it
