@@ -198,7 +198,7 @@ class _JudgedTrial:
         self.pruned = False
         self.missing: InputError | None = None  # the metric is not there
 
-    def __call__(self, step: int, metrics: dict[str, float]) -> str | None:
+    def __call__(self, step: int, total: int, metrics: dict[str, float]) -> str | None:
         """Why the run is to end, if it is."""
         metric = self.plan.metric
         if metric not in metrics:
@@ -212,7 +212,8 @@ class _JudgedTrial:
         # before the first step all trials are alike
         if step == 0 or not math.isfinite(value):
             return None
-        self.pruned = self.study.report(self.number, step, value)
+        worse = self.study.report(self.number, step, value)
+        self.pruned = worse and step < total  # one that came to its end is not cut short
         return f"pruned by the sweep at {metric} {value:.4g}" if self.pruned else None
 
 

@@ -23,7 +23,7 @@ from optuna.distributions import (
 )
 from optuna.pruners import BasePruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from reinforge.config.search import Domain, Interval
 from reinforge.config.sweep import PrunerConfig, SweepConfig, grid_of
@@ -105,15 +105,19 @@ class SweepStudy:
         return self.get(asked.number)
 
     def get(self, number: int) -> TrialRecord:
-        return self._record(self._study.get_trials(deepcopy=False)[number])
+        return self._record(self._trial(number))
+
+    def _trial(self, number: int) -> FrozenTrial:
+        return self._study.get_trials(deepcopy=False)[number]
+
+    def _id(self, number: int) -> int:
+        study = self._storage.get_study_id_from_name(NAME)
+        return self._storage.get_trial_id_from_study_id_trial_number(study, number)
 
     def report(self, number: int, step: int, value: float) -> bool:
         """The metric at an evaluation; True where the trial is to be pruned."""
-        frozen = self._study.get_trials(deepcopy=False)[number]
-        trial = Trial(self._study, frozen._trial_id)
-        if step not in frozen.intermediate_values:  # it was told before the trial was cut
-            trial.report(value, step)
-        return bool(trial.should_prune())
+        self._storage.set_trial_intermediate_value(self._id(number), step, value)
+        return self._study.pruner.prune(self._study, self._trial(number))
 
     def tell(
         self,
@@ -126,10 +130,8 @@ class SweepStudy:
         error: str | None = None,
     ) -> TrialRecord:
         """The trial has ended."""
-        frozen = self._study.get_trials(deepcopy=False)[number]
-        trial = Trial(self._study, frozen._trial_id)
         for name, fact in (("steps", steps), ("seconds", seconds), ("error", error)):
-            trial.set_user_attr(name, fact)
+            self._storage.set_trial_user_attr(self._id(number), name, fact)
         wanted = next(kind for kind, name in STATES.items() if name == state)
         self._study.tell(number, value if state == "finished" else None, state=wanted)
         return self.get(number)

@@ -14,15 +14,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
 from reinforge.loops.signals import PASSED_ON
 from reinforge.sweeps.signals import SweepSignals
 
-# hears the step and the metrics of an evaluation; says why the run is to end, if it is
-Judge = Callable[[int, dict[str, float]], str | None]
+# hears the step of an evaluation, the steps of the run, and the metrics; says why the run is to end,
+# if it is
+Judge = Callable[[int, int, dict[str, float]], str | None]
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,10 @@ def _process(config: Config, pipe: Connection) -> None:
     os.environ[PASSED_ON] = "1"
     threading.Thread(target=_follow_parent, daemon=True).start()
 
-    def judge(step: int, metrics: dict[str, float]) -> str | None:
-        answer: Any = None
+    def judge(step: int, total: int, metrics: dict[str, float]) -> str | None:
         try:
-            pipe.send((step, metrics))
-            answer = pipe.recv()
+            pipe.send((step, total, metrics))
+            answer: str | None = pipe.recv()
         except (EOFError, OSError):
             raise StoppedByPolicy(
                 "the sweep that this trial belongs to is gone; its command continues it."

@@ -26,7 +26,7 @@ class TrialCallback(Callback):
         self.judge = judge
 
     def on_evaluation(self, run: RunControl, metrics: Metrics) -> None:
-        reason = self.judge(run.step, dict(metrics))
+        reason = self.judge(run.step, run.total, dict(metrics))
         if reason is not None:
             run.stop(reason)
 
