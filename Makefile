@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-scale test-resolution pytest lint format docs reference lock clean env env-test env-docs env-scale env-vllm
+.PHONY: help demo release test test-long test-scale test-resolution pytest lint format docs reference lock clean env env-test env-docs env-scale env-vllm
 export PYTHON TORCH SYSTEM_TORCH
 
 OMP_NUM_THREADS ?= 1
@@ -65,6 +65,10 @@ reference: env ## write docs/reference/ from the schema and the rules, and the t
 docs: env-docs reference ## build the site into site/
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q && echo "built site/index.html"
 
+# TAG=v0.2.0: version, changelog, tag and commit must be those of a release
+release: env-test ## build the archive and the wheel into dist/, and run the demo from the wheel in a new environment
+	@$(PY) tools/release.py $(if $(TAG),--tag $(TAG)) $(ARGS)
+
 # The extras that live in one environment. gem, verifiers, openenv, vllm and sglang pin other versions of the same things.
 TOGETHER = tensorboard wandb mlflow trackio sweep gguf qlora serve structured tasks math lm-eval ray deepspeed megatron mcp textarena gymnasium docs test
 lock: env-test ## pin everything in constraints.txt anew (newer versions: delete their lines first)
@@ -73,7 +77,7 @@ lock: env-test ## pin everything in constraints.txt anew (newer versions: delete
 	@sed -i '/^nvidia-\|^cuda-/d' constraints.txt
 
 clean: ## remove what the other targets made, .venv included
-	@rm -rf .venv site build .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	@rm -rf .venv site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 env:

@@ -21,8 +21,8 @@ from reinforge.core.errors import StoppedByPolicy
 from reinforge.loops.signals import PASSED_ON
 from reinforge.sweeps.signals import SweepSignals
 
-# hears the step of an evaluation, the steps of the run, and the metrics; says why the run is to end,
-# if it is
+# hears the step of an evaluation, the steps of the run and the metrics; says why the run is to
+# end, if it is
 Judge = Callable[[int, int, dict[str, float]], str | None]
 
 
