@@ -93,10 +93,8 @@ def test_a_version_has_three_numbers(project: Path) -> None:
 def test_a_wheel_with_too_little_or_too_much_is_refused(project: Path, tmp_path: Path) -> None:
     (project / "src/reinforge/left_over.py").write_text("")  # nobody has committed it
     archive, wheel = release.build(project, tmp_path / "dist")
-    assert (archive.name, wheel.name) == (
-        "reinforge-0.1.0.tar.gz",
-        "reinforge-0.1.0-py3-none-any.whl",
-    )
+    assert archive.name == "reinforge-0.1.0.tar.gz"
+    assert wheel.name == "reinforge-0.1.0-py3-none-any.whl"
     release.check_wheel(wheel, "0.1.0", project)
     with pytest.raises(ReleaseError, match="says that it is version 0.1.0, not 0.2.0"):
         release.check_wheel(wheel, "0.2.0", project)
