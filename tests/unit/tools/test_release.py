@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import site
 import subprocess
 import sys
 import zipfile
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.paths import ROOT
+from helpers.source_tree import ROOT, project_files
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -50,6 +49,19 @@ def project(tmp_path: Path) -> Path:
     git(folder, "add", ".")
     git(folder, "commit", "-q", "-m", "first")
     git(folder, "tag", "v0.1.0")
+    return folder
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    """This project as a commit would have it, in a repository of its own."""
+    folder = tmp_path / "ours"
+    for path in project_files():
+        target = folder / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
     return folder
 
 
@@ -108,27 +120,26 @@ def test_a_wheel_with_too_little_or_too_much_is_refused(project: Path, tmp_path:
         release.check_wheel(wheel, "0.1.0", project)
 
 
-def test_our_wheel_has_all_of_the_package(tmp_path: Path) -> None:
-    _, wheel = release.build(ROOT, tmp_path)
-    release.check_wheel(wheel, release.read_version(ROOT))
-    needed = release.needed_files(ROOT)
+def test_our_wheel_has_all_of_the_package(ours: Path, tmp_path: Path) -> None:
+    _, wheel = release.build(ours, tmp_path / "dist")
+    release.check_wheel(wheel, release.read_version(ours), ours)
+    needed = release.needed_files(ours)
     assert {"reinforge/py.typed", "reinforge/watch/report.html"} <= needed
     assert "reinforge/recipes/chain_sum.yaml" in needed
 
 
 @pytest.mark.long
 def test_the_demo_runs_from_the_wheel_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The wheel without this repository; what it depends on is that of this environment."""
-    _, wheel = release.build(ROOT, tmp_path)
+    _, wheel = release.build(ours, tmp_path / "dist")
     python = release.install(wheel, tmp_path / "env", "--no-deps", "--no-index")
     (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
-    others = [*site.getsitepackages(), *(path for path in sys.path if "site-packages" in path)]
-    (packages / "others.pth").write_text("\n".join(dict.fromkeys(others)) + "\n")
+    others = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (packages / "others.pth").write_text("\n".join(others) + "\n")
     code = "import reinforge; print(reinforge.__file__)"
     found = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert Path(found.stdout.strip()).is_relative_to(packages), found.stderr
-    shutil.rmtree(tmp_path / "demo", ignore_errors=True)
     release.run_demo(python, tmp_path)
     assert "of 64 held-out problems" in capsys.readouterr().out
