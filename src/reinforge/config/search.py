@@ -45,7 +45,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ValueChoice:
     """One of several values, of any kind that a configuration has. `parse_domain` makes it."""
 
     values: tuple[Any, ...]
@@ -57,7 +57,7 @@ class Choice:
         return list(self.values)
 
 
-Domain = Interval | Choice
+Domain = Interval | ValueChoice
 
 
 def parse_domain(given: Any, where: str) -> Domain:
@@ -66,7 +66,7 @@ def parse_domain(given: Any, where: str) -> Domain:
     >>> parse_domain("int:2..8:2", "")
     Interval(low=2, high=8, whole=True, log=False, step=2)
     >>> parse_domain("choice:4,true,low", "")
-    Choice(values=(4, True, 'low'))
+    ValueChoice(values=(4, True, 'low'))
     """
     if isinstance(given, list):
         return _choice(given, where)
@@ -81,7 +81,7 @@ def parse_domain(given: Any, where: str) -> Domain:
     return _interval(kind, text, where)
 
 
-def _choice(values: list[Any], where: str) -> Choice:
+def _choice(values: list[Any], where: str) -> ValueChoice:
     texts = [json.dumps(value, sort_keys=True) for value in values]
     if len(texts) < 2:
         raise InputError(
@@ -91,7 +91,7 @@ def _choice(values: list[Any], where: str) -> Choice:
         )
     if twice := [text for text in texts if texts.count(text) > 1]:
         raise InputError(f"{twice[0]} is given twice.", where=where, fix="Give each value once.")
-    return Choice(tuple(values))
+    return ValueChoice(tuple(values))
 
 
 def _interval(kind: str, text: str, where: str) -> Interval:

@@ -67,7 +67,8 @@ class _SweepLoop:
 
     def run(self) -> SweepResult:
         if done := self._ended():
-            self.say(f"{len(done)} of {self.total} trials are done; the sweep goes on")
+            more = "the sweep goes on" if len(done) < self.total else "nothing is left to do"
+            self.say(f"{len(done)} of {self.total} trials are done, {more}")
         while len(done := self._ended()) < self.total:
             self.signals.check(len(done), self.total)
             self._trial(self.study.begin())
@@ -105,7 +106,7 @@ class _SweepLoop:
         """The study and whoever watches hear how a trial ended."""
         metric = self.plan.metric
         value = end.metrics.get(metric)
-        state = "pruned" if judged.pruned else end.kind
+        state = "pruned" if judged.pruned and end.kind == "finished" else end.kind
         error = end.error
         if state == "finished" and (value is None or not math.isfinite(value)):
             state = "failed"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reinforge.config.search import Choice, Domain, Interval, parse_domain
+from reinforge.config.search import ValueChoice, Domain, Interval, parse_domain
 from reinforge.config.sweep import PrunerConfig, SweepConfig, direction_of, grid_of, read_sweep
 from reinforge.core.errors import InputError
 
@@ -20,9 +20,9 @@ from reinforge.core.errors import InputError
         ("float:-1..1", Interval(-1.0, 1.0)),
         ("int:1..8", Interval(1, 8, whole=True)),
         ("logint:1..64", Interval(1, 64, whole=True, log=True)),
-        ("choice:4,8,true,null,grpo", Choice((4, 8, True, None, "grpo"))),
-        ('choice:[q_proj, v_proj],"a,b"', Choice((["q_proj", "v_proj"], "a,b"))),
-        ([1, 2.5, "x"], Choice((1, 2.5, "x"))),
+        ("choice:4,8,true,null,grpo", ValueChoice((4, 8, True, None, "grpo"))),
+        ('choice:[q_proj, v_proj],"a,b"', ValueChoice((["q_proj", "v_proj"], "a,b"))),
+        ([1, 2.5, "x"], ValueChoice((1, 2.5, "x"))),
     ],
 )
 def test_what_a_range_means(given: Any, meant: Domain) -> None:
