@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reinforge.config.search import ValueChoice, Domain, Interval, parse_domain
+from reinforge.config.search import Domain, Interval, ValueChoice, parse_domain
 from reinforge.config.sweep import PrunerConfig, SweepConfig, direction_of, grid_of, read_sweep
 from reinforge.core.errors import InputError
 
