@@ -15,6 +15,12 @@ HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 WARNINGS = (signal.SIGHUP, signal.SIGUSR1)
 
 
+def _tell(text: str) -> None:
+    """Right away, whatever the main thread is in the middle of; a terminal may be gone."""
+    with suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())
+
+
 class SweepSignals:
     """Passes signals on to the process of a trial, which saves a checkpoint and ends. `run_sweep`
     makes it and looks at `received` between two trials.
@@ -41,9 +47,12 @@ class SweepSignals:
             signal.signal(heard, handler)
 
     def _hear(self, number: int, frame: object) -> None:
+        kind = signal.Signals(number)
         again = self.received is not None
-        self.received = self.received or signal.Signals(number)
+        self.received = self.received or kind
         if self.child is not None:
+            if not again:
+                _tell(f"{kind.name}: the trial saves a checkpoint, then the sweep stops")
             with suppress(ProcessLookupError):
                 os.kill(self.child, number)
         elif again:
