@@ -101,7 +101,7 @@ def read_sweep(path: Path | None, over: Sequence[str], settings: Mapping[str, An
     before it, and a setting that is None counts for nothing.
     """
     tree = _read(path) if path is not None else {}
-    ranges = dict(tree.get("over") or {})
+    ranges = dict(tree.get("over", {}))
     for text in over:
         key, equals, given = text.partition("=")
         if not equals or not key.strip():
@@ -145,6 +145,13 @@ def _read(path: Path) -> dict[str, Any]:
             )
     if isinstance(data.get("pruner"), str):
         data["pruner"] = {"kind": data["pruner"]}
+    for key in ("over", "pruner"):
+        if not isinstance(data.get(key, {}), dict):
+            raise InputError(
+                f"`{key}` is {data[key]!r}, not a mapping.",
+                where=str(path),
+                fix="Write e.g. `over: {train.learning_rate: log:1e-6..1e-4}`.",
+            )
     return data
 
 
@@ -157,7 +164,7 @@ def _checked(tree: Mapping[str, Any], where: str) -> SweepConfig:
 
 def _check_keys(sweep: SweepConfig) -> None:
     for key in sweep.over:
-        reason = next((why for start, why in FIXED.items() if key.startswith(start)), None)
+        reason = next((why for start, why in FIXED.items() if f"{key}.".startswith(start)), None)
         if reason is not None:
             raise InputError(
                 f"a sweep cannot vary this: {reason}.",

@@ -140,7 +140,7 @@ def _preflight(plan: SweepPlan) -> PlanReport:
     for where, values in tries:
         config = plan.config_of(values, plan.dir / PROBE, where)
         found = preflight(config)
-        if config.cluster.kind == "local":
+        if not found.errors and config.cluster.kind == "local":
             found.errors += not_here(config)
         report.errors += [text for text in found.errors if text not in report.errors]
         report.warnings += [text for text in found.warnings if text not in report.warnings]

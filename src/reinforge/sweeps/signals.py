@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -32,6 +33,8 @@ class SweepSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> SweepSignals:
+        if threading.current_thread() is not threading.main_thread():
+            return self
         for kind in HEARD:
             if kind not in WARNINGS or signal.getsignal(kind) is signal.SIG_DFL:
                 self._before[kind] = signal.signal(kind, self._hear)

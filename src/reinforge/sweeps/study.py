@@ -26,7 +26,7 @@ from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
 from reinforge.config.search import Domain, Interval
-from reinforge.config.sweep import PrunerConfig, SweepConfig, grid_of
+from reinforge.config.sweep import Direction, PrunerConfig, SweepConfig, grid_of
 from reinforge.core.seeds import seed_of
 
 FILE = "sweep.db"
@@ -56,8 +56,9 @@ class TrialRecord:
 class SweepStudy:
     """The trials of a sweep in `sweep.db`. `run_sweep` makes it; nobody else writes to it."""
 
-    def __init__(self, folder: Path, sweep: SweepConfig, direction: str, every: int):
+    def __init__(self, folder: Path, sweep: SweepConfig, direction: Direction, every: int):
         """`every`: steps between two evaluations."""
+        self.direction = direction
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.sweep = sweep
         self.space = sweep.space()
@@ -139,8 +140,8 @@ class SweepStudy:
     def best(self) -> TrialRecord | None:
         """The best of those that finished."""
         finished = [record for record in self.all() if record.state == "finished"]
-        chosen = max if self._study.direction.name == "MAXIMIZE" else min
-        return chosen(finished, key=lambda record: record.value) if finished else None
+        sign = 1 if self.direction == "maximize" else -1
+        return max(finished, key=lambda record: sign * (record.value or 0.0), default=None)
 
     # ---- what Optuna has, and what we have ----
 

@@ -109,6 +109,7 @@ def test_a_pruner_may_be_a_word(tmp_path: Path) -> None:
         ("ovr: {a: int:1..2}", "unknown key `ovr`. Did you mean `over`?"),
         ("over: {a: int:1..2}\ntrials: 0", "trials: .*greater than or equal to 1"),
         ("over: {a: int:1..2}\npruner: {kind: mean}", "pruner.kind: .*'median', 'asha' or 'none'"),
+        ("over: [train.steps]", r"`over` is \['train.steps'\], not a mapping"),
         ("- 1", "a search space is a mapping"),
         ("trials: 3", "nothing is to vary"),
         ("over: {eval.every: int:1..2}", "over eval.every: .*evaluated in different ways"),
