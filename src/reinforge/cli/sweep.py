@@ -138,13 +138,12 @@ def _run(plan: SweepPlan) -> None:
     count = plan.sweep.how_many()
     print_text(f"{count} trials in {plan.dir}, to {plan.direction} {plan.metric}")
     result = run_sweep(plan, print_text)
-    assert result.best is not None
     better = -1 if plan.direction == "maximize" else 1
     order = {"finished": 0, "pruned": 1, "failed": 2, "running": 3}
     ranked = sorted(
         result.trials, key=lambda r: (order[r.state], better * (r.value or 0.0), r.number)
     )
-    print_text("")
+    print()
     print_table(
         [
             {
@@ -158,7 +157,7 @@ def _run(plan: SweepPlan) -> None:
             for record in ranked
         ]
     )
-    print_text("")
+    print()
     best = plan.trial_dir(result.best.number)
     print_mapping(
         {

@@ -34,7 +34,7 @@ class SweepResult:
 
     dir: Path
     trials: list[TrialRecord]
-    best: TrialRecord | None
+    best: TrialRecord
     summary: Path
 
 

@@ -49,6 +49,12 @@ class SweepSignals:
         for heard, handler in self._before.items():
             signal.signal(heard, handler)
 
+    def follow(self, child: int | None) -> None:
+        """The process that signals are for from now on; None: there is none."""
+        self.child = child
+        if child is not None and self.received is not None:
+            os.kill(child, self.received)
+
     def _hear(self, number: int, frame: object) -> None:
         kind = signal.Signals(number)
         again = self.received is not None

@@ -97,9 +97,10 @@ class SweepStudy:
 
     def begin(self) -> TrialRecord:
         """The next trial: the one that was cut, or a new one."""
-        cut = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        if cut:
-            return self._record(cut[0])
+        for cut in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if cut.params.keys() == self.space.keys():
+                return self._record(cut)
+            self._study.tell(cut.number, state=TrialState.FAIL)  # it was never drawn to the end
         self._study.sampler = self._sampler(len(self.all()))
         spaces = {key: _distribution(domain) for key, domain in self.space.items()}
         asked = self._study.ask(fixed_distributions=spaces)

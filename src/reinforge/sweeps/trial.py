@@ -49,12 +49,12 @@ def run_apart(config: Config, judge: Judge, signals: SweepSignals) -> TrialEnd:
     process = context.Process(target=_process, args=(config, theirs), name="trial")
     process.start()
     theirs.close()
-    signals.child = process.pid
+    signals.follow(process.pid)
     try:
         end = _listen(ours, judge)
         process.join()
     finally:
-        signals.child = None
+        signals.follow(None)
         if process.is_alive():
             process.terminate()
             process.join()

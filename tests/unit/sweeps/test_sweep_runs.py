@@ -115,7 +115,6 @@ def test_more_trials_go_on_from_those_that_are_done(plan: Plan) -> None:
 def test_tpe_finds_the_hill(plan: Plan) -> None:
     """Over four powers of ten; the best of 30 draws at random is within a factor of 1.3 or so."""
     result = run(plan(trials=30, pruner={"kind": "none"}), Curve())
-    assert result.best is not None
     assert 0.8e-3 < result.best.values[RATE] < 1.25e-3
 
 
@@ -149,7 +148,7 @@ def test_what_is_less_may_be_better(plan: Plan) -> None:
     rates = "choice:1e-2,1e-3"
     settings: dict[str, Any] = {"over": rates, "sampler": "grid", "direction": "minimize"}
     result = run(plan(**settings), Curve())
-    assert result.best is not None and result.best.values == {RATE: 1e-2}
+    assert result.best.values == {RATE: 1e-2}
 
 
 def test_only_the_best_keeps_its_checkpoints(plan: Plan, tmp_path: Path) -> None:
@@ -165,7 +164,7 @@ def test_a_trial_that_fails_is_told_and_the_sweep_goes_on(plan: Plan, tmp_path: 
     assert [r.state for r in result.trials] == ["failed", "finished", "failed", "finished"]
     assert said[1] == "  failed: it broke."
     summary = read_json(tmp_path / "sweep" / "summary.json")
-    assert result.best is not None and summary["best"]["value"] == result.best.value
+    assert summary["best"]["value"] == result.best.value
     assert [trial["error"] for trial in summary["trials"]] == ["it broke.", None, "it broke.", None]
 
 
@@ -238,7 +237,6 @@ def test_a_sweep_of_real_runs(tmp_path: Path, tiny_dir: str) -> None:
     assert pruned["step"] == 2
     assert pruned["why"].startswith("stopped by the caller: pruned by the sweep at eval/loss")
     assert "(the best so far)" in said[1] and said[3].startswith("  pruned at step 2, eval/loss")
-    assert result.best is not None
     words = shlex.split(json.loads(result.summary.read_text())["best"]["command"])
     assert words[:2] == ["reinforge", "train"]
     assert main(words[1:]) == 0
