@@ -66,20 +66,29 @@ class _SweepLoop:
         self.failures = 0  # in a row, since this start
 
     def run(self) -> SweepResult:
-        if done := self._ended():
+        if done := _ended(self.study.all()):
             more = "the sweep goes on" if len(done) < self.total else "nothing is left to do"
             self.say(f"{len(done)} of {self.total} trials are done, {more}")
-        while len(done := self._ended()) < self.total:
+        records = self.study.all()
+        while len(done := _ended(records)) < self.total:
             self.signals.check(len(done), self.total)
-            self._trial(self.study.begin())
-        return self._result()
+            self._trial(self.study.begin(), self._best(records))
+            records = self.study.all()
+            self._write_summary(records)
+            self._clear_checkpoints(records)
+            self._check_failures(records)
+        return self._result(records)
 
-    def _ended(self) -> list[TrialRecord]:
-        return [record for record in self.study.all() if record.state != "running"]
+    def _best(self, records: list[TrialRecord]) -> TrialRecord | None:
+        """The best of those that finished."""
+        finished = [record for record in records if record.state == "finished"]
+        sign = 1 if self.plan.direction == "maximize" else -1
+        return max(finished, key=lambda record: sign * (record.value or 0.0), default=None)
 
     # ---- one trial ----
 
-    def _trial(self, record: TrialRecord) -> None:
+    def _trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
+        """`best`: of the trials before it."""
         folder = self.plan.trial_dir(record.number)
         name = f"trial {record.number + 1} of {self.total}"
         _check_idle(folder)
@@ -98,11 +107,13 @@ class _SweepLoop:
             self._forget_first(record)
             raise judged.missing
         if end.kind == "terminated":
-            self.signals.check(len(self._ended()), self.total)
+            self.signals.check(len(_ended(self.study.all())), self.total)
             raise StoppedByPolicy(f"{name} was stopped: {end.error} The same command continues.")
-        self._tell(record.number, end, judged, seconds)
+        self._tell(judged, end, seconds, best)
 
-    def _tell(self, number: int, end: TrialEnd, judged: _JudgedTrial, seconds: float) -> None:
+    def _tell(
+        self, judged: _JudgedTrial, end: TrialEnd, seconds: float, best: TrialRecord | None
+    ) -> None:
         """The study and whoever watches hear how a trial ended."""
         metric = self.plan.metric
         value = end.metrics.get(metric)
@@ -111,30 +122,31 @@ class _SweepLoop:
         if state == "finished" and (value is None or not math.isfinite(value)):
             state = "failed"
             error = f"{metric} is {value} at the end."
-        before = self.study.best()
-        told = self.study.tell(
-            number, state, value, steps=end.steps, seconds=round(seconds, 1), error=error
+        self.failures = self.failures + 1 if state == "failed" else 0
+        self.study.tell(
+            judged.number, state, value, steps=end.steps, seconds=round(seconds, 1), error=error
         )
-        best = self.study.best()
-        note = " (the best so far)" if best is not None and best != before else ""
         match state:
             case "finished":
-                line = f"{metric} {value:.4g} after {end.steps} steps{note}"
+                assert value is not None
+                note = " (the best so far)" if self._is_better(value, best) else ""
+                line = f"{metric} {value:.4g} after {end.steps} steps, {seconds:.0f} s{note}"
             case "pruned":
-                line = f"pruned at step {end.steps}, {metric} {told.value:.4g}"
+                line = f"pruned at step {end.steps}, {metric} {value:.4g}, {seconds:.0f} s"
             case _:
                 line = f"failed: {error}"
-        self.say(f"  {line}, {seconds:.0f} s" if state != "failed" else f"  {line}")
-        self._write_summary()
-        self._clear_checkpoints(best)
-        self._count_failures(state, error)
+        self.say(f"  {line}")
 
-    def _count_failures(self, state: str, error: str | None) -> None:
-        self.failures = self.failures + 1 if state == "failed" else 0
-        if self.failures >= MOST_FAILURES and len(self._ended()) < self.total:
+    def _is_better(self, value: float, best: TrialRecord | None) -> bool:
+        if best is None or best.value is None:
+            return True
+        return value > best.value if self.plan.direction == "maximize" else value < best.value
+
+    def _check_failures(self, records: list[TrialRecord]) -> None:
+        if self.failures >= MOST_FAILURES and len(_ended(records)) < self.total:
             raise StoppedByPolicy(
-                f"{self.failures} trials in a row failed, the last with: {error} The same command"
-                " goes on with other values."
+                f"{self.failures} trials in a row failed, the last with: {records[-1].error} The"
+                " same command goes on with other values."
             )
 
     def _forget_first(self, record: TrialRecord) -> None:
@@ -147,46 +159,43 @@ class _SweepLoop:
                 (self.plan.dir / name).unlink(missing_ok=True)
             shutil.rmtree(self.plan.trial_dir(0), ignore_errors=True)
 
-    def _clear_checkpoints(self, best: TrialRecord | None) -> None:
+    def _clear_checkpoints(self, records: list[TrialRecord]) -> None:
         """The weights of all trials would fill a disk: those of the best stay."""
+        best = self._best(records)
         if self.plan.keep == "all" or best is None:
             return
-        for record in self._ended():
+        for record in _ended(records):
             if record.number != best.number:
                 folder = self.plan.trial_dir(record.number) / "checkpoints"
                 shutil.rmtree(folder, ignore_errors=True)
 
     # ---- what comes out ----
 
-    def _result(self) -> SweepResult:
-        path = self._write_summary()
-        best = self.study.best()
+    def _result(self, records: list[TrialRecord]) -> SweepResult:
+        path = self._write_summary(records)
+        best = self._best(records)
         if best is None:
             raise StoppedByPolicy(
                 f"none of the {self.total} trials came to its end: there is no best one. {path} has"
                 " what became of them."
             )
-        return SweepResult(self.plan.dir, self.study.all(), best, path)
+        return SweepResult(self.plan.dir, records, best, path)
 
-    def _write_summary(self) -> Path:
+    def _write_summary(self, records: list[TrialRecord]) -> Path:
         plan = self.plan
-        best = self.study.best()
-        values = {
-            "metric": plan.metric,
-            "direction": plan.direction,
-            "best": None
-            if best is None
-            else {
-                **asdict(best),
-                "dir": str(plan.trial_dir(best.number)),
-                "command": plan.command(best.values),
-            },
-            "trials": [
-                {**asdict(record), "dir": str(plan.trial_dir(record.number))}
-                for record in self.study.all()
-            ],
-        }
+        best = self._best(records)
+        values: dict[str, Any] = {"metric": plan.metric, "direction": plan.direction, "best": None}
+        if best is not None:
+            values["best"] = {**self._described(best), "command": plan.command(best.values)}
+        values["trials"] = [self._described(record) for record in records]
         return _write_json(plan.dir / SUMMARY, values)
+
+    def _described(self, record: TrialRecord) -> dict[str, Any]:
+        return {**asdict(record), "dir": str(self.plan.trial_dir(record.number))}
+
+
+def _ended(records: list[TrialRecord]) -> list[TrialRecord]:
+    return [record for record in records if record.state != "running"]
 
 
 class _JudgedTrial:

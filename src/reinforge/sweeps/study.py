@@ -31,6 +31,7 @@ from reinforge.core.seeds import seed_of
 
 FILE = "sweep.db"
 NAME = "sweep"
+FACTS = "run"  # what we keep of a trial beside what Optuna does
 STATES = {
     TrialState.RUNNING: "running",
     TrialState.COMPLETE: "finished",
@@ -58,7 +59,6 @@ class SweepStudy:
 
     def __init__(self, folder: Path, sweep: SweepConfig, direction: Direction, every: int):
         """`every`: steps between two evaluations."""
-        self.direction = direction
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.sweep = sweep
         self.space = sweep.space()
@@ -104,13 +104,7 @@ class SweepStudy:
         self._study.sampler = self._sampler(len(self.all()))
         spaces = {key: _distribution(domain) for key, domain in self.space.items()}
         asked = self._study.ask(fixed_distributions=spaces)
-        return self.get(asked.number)
-
-    def get(self, number: int) -> TrialRecord:
-        return self._record(self._trial(number))
-
-    def _trial(self, number: int) -> FrozenTrial:
-        return self._study.get_trials(deepcopy=False)[number]
+        return self._record(self._storage.get_trial(self._id(asked.number)))
 
     def _id(self, number: int) -> int:
         study = self._storage.get_study_id_from_name(NAME)
@@ -118,8 +112,9 @@ class SweepStudy:
 
     def report(self, number: int, step: int, value: float) -> bool:
         """The metric at an evaluation; True where the trial is to be pruned."""
-        self._storage.set_trial_intermediate_value(self._id(number), step, value)
-        return self._study.pruner.prune(self._study, self._trial(number))
+        trial = self._id(number)
+        self._storage.set_trial_intermediate_value(trial, step, value)
+        return self._study.pruner.prune(self._study, self._storage.get_trial(trial))
 
     def tell(
         self,
@@ -130,24 +125,17 @@ class SweepStudy:
         steps: int | None = None,
         seconds: float | None = None,
         error: str | None = None,
-    ) -> TrialRecord:
+    ) -> None:
         """The trial has ended."""
-        for name, fact in (("steps", steps), ("seconds", seconds), ("error", error)):
-            self._storage.set_trial_user_attr(self._id(number), name, fact)
+        facts = {"steps": steps, "seconds": seconds, "error": error}
+        self._storage.set_trial_user_attr(self._id(number), FACTS, facts)
         wanted = next(kind for kind, name in STATES.items() if name == state)
         self._study.tell(number, value if state == "finished" else None, state=wanted)
-        return self.get(number)
-
-    def best(self) -> TrialRecord | None:
-        """The best of those that finished."""
-        finished = [record for record in self.all() if record.state == "finished"]
-        sign = 1 if self.direction == "maximize" else -1
-        return max(finished, key=lambda record: sign * (record.value or 0.0), default=None)
 
     # ---- what Optuna has, and what we have ----
 
     def _record(self, trial: FrozenTrial) -> TrialRecord:
-        told = trial.user_attrs
+        told = trial.user_attrs.get(FACTS, {})
         value = trial.value if trial.state is TrialState.COMPLETE else None
         if trial.state is TrialState.PRUNED and trial.intermediate_values:
             value = trial.intermediate_values[max(trial.intermediate_values)]
