@@ -137,7 +137,7 @@ def build(root: Path, out: Path) -> tuple[Path, Path]:
             raise ReleaseError(f"the build failed:\n{done.stderr[-3000:]}")
         (archive,) = made.glob("*.tar.gz")
         (wheel,) = made.glob("*.whl")
-        return shutil.copy2(archive, out), shutil.copy2(wheel, out)
+        return Path(shutil.copy2(archive, out)), Path(shutil.copy2(wheel, out))
 
 
 def needed_files(root: Path) -> set[str]:

@@ -13,11 +13,13 @@ import pytest
 import yaml
 
 from helpers.source_tree import ROOT
+from reinforge.config.explain import all_keys
 from reinforge.config.load import config_from_dict, load_config
 from reinforge.config.pipeline import Pipeline, Stage, load_any
 from reinforge.config.reference import reference_markdown
 from reinforge.config.rules.page import compatibility_markdown
 from reinforge.config.schema import Config
+from reinforge.config.sweep import read_sweep
 
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -89,6 +91,11 @@ def test_snippet_loads(text: str, tmp_path: Path) -> None:
         assert isinstance(found, Pipeline) and all(
             load_stage(found, s) for s in found.stages if s.kind != "export"
         )
+        return
+    if "over" in keys:
+        (tmp_path / "sweep.yaml").write_text(text)
+        sweep = read_sweep(tmp_path / "sweep.yaml", [], {})
+        assert {tuple(key.split(".")) for key in sweep.over} <= {path for path, _ in all_keys()}
         return
     assert keys <= Config.model_fields.keys(), (
         f"unknown sections {keys - Config.model_fields.keys()}; start the block with `{OTHER}` if"

@@ -19,7 +19,8 @@ from reinforge.core.errors import InputError, StoppedByPolicy
 from reinforge.sweeps.plan import SweepPlan
 from reinforge.sweeps.signals import SweepSignals
 from reinforge.sweeps.study import SweepStudy, TrialRecord
-from reinforge.sweeps.trial import RunTrial, TrialEnd, run_apart
+from reinforge.sweeps.trial import RunTrial, run_apart
+from reinforge.sweeps.trial_end import TrialEnd
 from reinforge.watch.runs import read_json, read_lines, status
 
 RECORD = "sweep.json"

@@ -10,30 +10,15 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Literal, Protocol
+from typing import Protocol
 
 from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
 from reinforge.loops.signals import PASSED_ON
 from reinforge.sweeps.signals import SweepSignals
-
-# hears the step of an evaluation, the steps of the run and the metrics; says why the run is to
-# end, if it is
-Judge = Callable[[int, int, dict[str, float]], str | None]
-
-
-@dataclass(frozen=True)
-class TrialEnd:
-    """How the run of a trial ended. Whoever ran it makes it, the sweep tells the study."""
-
-    kind: Literal["finished", "failed", "terminated"]
-    steps: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)  # the newest value of each
-    error: str | None = None
+from reinforge.sweeps.trial_end import Judge, TrialEnd
 
 
 class RunTrial(Protocol):

@@ -15,7 +15,7 @@ from reinforge.core.metrics import Metrics
 from reinforge.loops.callbacks import Callback
 from reinforge.loops.control import RunControl
 from reinforge.loops.view import ViewLike
-from reinforge.sweeps.trial import Judge, TrialEnd
+from reinforge.sweeps.trial_end import Judge, TrialEnd
 from reinforge.watch.view import BarView
 
 

@@ -22,7 +22,7 @@ from reinforge.core.errors import InputError, StoppedByPolicy, Terminated
 from reinforge.sweeps.plan import SweepPlan, plan_sweep
 from reinforge.sweeps.run import SweepResult, run_sweep
 from reinforge.sweeps.signals import SweepSignals
-from reinforge.sweeps.trial import Judge, TrialEnd
+from reinforge.sweeps.trial_end import Judge, TrialEnd
 from reinforge.sweeps.trial_run import run_here
 from reinforge.watch.runs import read_json, read_lines, show_run
 
