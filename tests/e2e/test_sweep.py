@@ -27,7 +27,7 @@ def test_a_sweep_is_cut_and_goes_on(tmp_path: Path, tiny_dir: str) -> None:
     assert cut.wait() == 130, cut.output()
     assert "stopped by SIGINT after 0 of 1 trials; the same command continues." in cut.output()
     assert "Traceback" not in cut.output()
-    assert trained_steps(trial) == [1]
+    assert trained_steps(trial) in ([1], [1, 2])  # as the signal comes sooner or later
 
     done = cli(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
