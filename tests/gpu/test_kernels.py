@@ -257,7 +257,9 @@ def test_head_norm_and_silu_mul() -> None:
 
 
 @pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 64, 96), (5, 200, 130), (16, 1100, 40)])
-def test_products_of_few_rows(rows: int, inner: int, outer: int) -> None:
+def test_products_of_few_rows(
+    rows: int, inner: int, outer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from reinforge.models import decode_ops
     from reinforge.models.kernels import layer
 
@@ -272,8 +274,19 @@ def test_products_of_few_rows(rows: int, inner: int, outer: int) -> None:
     parts = layer.few_rows(x, weight, parts=True)
     assert parts.dtype == torch.float32 and (inner < 200 or len(parts) > 1)
     torch.testing.assert_close(parts.sum(0).double().cpu(), wide, **close)
-    gated = layer.few_rows(x, weight, gated=True)
-    torch.testing.assert_close(gated.double().cpu(), decode_ops.silu_mul(wide), **close)
+    for slice_ in layer.SLICES[4, 32]:
+        monkeypatch.setattr(layer, "slice_of", lambda *_, slice_=slice_: slice_)
+        gated = layer.gated_rows(x, weight)
+        torch.testing.assert_close(gated.double().cpu(), decode_ops.silu_mul(wide), **close)
+
+
+def test_slices_fill_the_multiprocessors() -> None:
+    from reinforge.models.kernels import layer
+
+    # of the 18,944 outputs of a 7B model: 395 slices of 48, for which there are 396 places
+    assert layer.slice_of(4, 18944, 2)[:2] == (32, 16)
+    # 528 of 32 outputs fill four places of each
+    assert layer.slice_of(16, 132 * 4 * 32, 2)[:2] == (32, 0)
 
 
 def assert_same_rows(got: Fp8Rows, want: Fp8Rows) -> None:
@@ -329,7 +342,7 @@ def test_products_of_few_rows_in_fp8(rows: int, inner: int, outer: int) -> None:
     parts = layer.few_rows(*there, parts=True)
     assert parts.dtype == torch.float32 and (inner < 512 or len(parts) > 1)
     torch.testing.assert_close(parts.sum(0).double().cpu(), wide, **close)
-    gated = layer.few_rows(*there, gated=True, dtype=torch.float32)
+    gated = layer.gated_rows(*there, torch.float32)
     torch.testing.assert_close(gated.double().cpu(), decode_ops.silu_mul(wide), **close)
 
 

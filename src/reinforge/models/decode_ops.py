@@ -147,9 +147,9 @@ def gated_product(x: Tensor, parts: Sequence[Projection], rows: Fp8Rows | None =
         copy = copy_of(linears)
         if copy is not None and len(x) <= kernels.FP8_ROWS:
             rows = Fp8Rows.of(x) if rows is None else rows
-            return kernels.few_rows(rows, copy.rows, gated=True, dtype=x.dtype)
+            return kernels.gated_rows(rows, copy.rows, x.dtype)
         if copy is None and len(x) <= kernels.GATED_ROWS:
-            return kernels.few_rows(x, joint_weight(linears)[0], gated=True)
+            return kernels.gated_rows(x, joint_weight(linears)[0])
     return silu_mul(product(x, parts, rows))
 
 

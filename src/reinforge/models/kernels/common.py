@@ -11,7 +11,11 @@ import triton.language as tl
 
 MULTIPROCESSORS = 132  # of an H200: what sizes of tiles were measured for
 # a kernel may begin before the one before it has ended, up to where it reads what that one wrote
-EARLY = os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.is_available()
+EARLY = (
+    os.environ.get("TRITON_INTERPRET") != "1"
+    and torch.cuda.is_available()
+    and torch.cuda.get_device_capability() >= (9, 0)  # since Hopper
+)
 
 
 def early() -> dict[str, bool]:

@@ -62,7 +62,8 @@ def _draw_chunks(
     tl.store(TOP + line, top)
     # a chunk of masked tokens has no largest score to subtract
     tl.store(SUM + line, tl.sum(tl.exp(z - tl.where(top == -float("inf"), 0.0, top)), 0))
-    tl.store(BEST + line, chunk * BV + tl.argmax(z, 0))
+    if temperature == 0.0:  # the only rows that are asked for it
+        tl.store(BEST + line, chunk * BV + tl.argmax(z, 0))
 
 
 @triton.jit
@@ -118,7 +119,7 @@ def _draw_pick(
     index = tl.min(tl.where((cdf > target) & (p > 0), v, BV), 0)
     index = tl.where(index < BV, index, tl.max(tl.where(p > 0, v, 0), 0))
     likeliest = tl.min(tl.where(tops == top, c, BC), 0)
-    best = tl.load(BEST + row * chunks + likeliest)
+    best = tl.load(BEST + row * chunks + likeliest, mask=greedy, other=0)
     picked = tl.where(greedy, best, chunk * BV + index)
     z = _scores(LOGITS, row, stride, picked, V, scale, softcap, inverse, CAP)
     tl.store(TOKENS + row, picked.to(tl.int64))
@@ -200,7 +201,7 @@ class _Chunks:
             found.best,
             *found.rule,
             BV=size,
-            num_warps=8,
+            num_warps=4,
             **found.kind,
         )
         return found

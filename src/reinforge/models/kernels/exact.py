@@ -51,6 +51,85 @@ def row_sum(x: Tensor) -> Tensor:
 
 
 @triton.jit
+def _lines(X, at, d, there, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of keys or values, where they are there."""
+    where = X + at[:, None] + d[None, :]
+    if MASKED:
+        return tl.load(where, mask=there[:, None] & (d < D)[None, :], other=0.0)
+    elif D < DP:
+        return tl.load(where, mask=(d < D)[None, :], other=0.0)
+    else:
+        return tl.load(where)
+
+
+@triton.jit
+def _attend_tile(
+    q,
+    m,
+    total,
+    acc,
+    at,
+    K,
+    V,
+    TABLE,
+    key_base,
+    h,
+    s,
+    high,
+    scale,
+    softcap,
+    window,
+    k_n,
+    k_h,
+    v_n,
+    v_h,
+    d,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BN: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGED: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The next tile of keys, from s on; not MASKED: all of them are there, and all queries see
+    them.
+    """
+    t = s + tl.arange(0, BN)
+    there = t < high
+    if PAGED:
+        if MASKED:
+            page = tl.load(TABLE + t // BLOCK, mask=there, other=0).to(tl.int64)
+        else:
+            page = tl.load(TABLE + t // BLOCK).to(tl.int64)
+        line = page * BLOCK + t % BLOCK
+    else:
+        line = key_base + t
+    k = _lines(K, line * k_n + h * k_h, d, there, D, DP, MASKED)
+    x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    x = capped(x, softcap, CAP)
+    seen = t[None, :] <= at[:, None]
+    if MASKED:
+        if WINDOW:
+            seen = seen & (t[None, :] > at[:, None] - window)
+        x = tl.where(seen, x, NOTHING)
+    new_m = tl.maximum(m, tl.max(x, 1))
+    p = tl.exp(x - new_m[:, None])
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
+    keep = tl.exp(m - new_m)
+    total = total * keep + tl.sum(p, 1)
+    if PAGED:  # values lie as keys do
+        v = _lines(V, line * k_n + h * k_h, d, there, D, DP, MASKED)
+    else:
+        v = _lines(V, line * v_n + h * v_h, d, there, D, DP, MASKED)
+    acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
+    return new_m, total, acc
+
+
+@triton.jit
 def _attend_chunk(
     q,
     at,
@@ -80,36 +159,25 @@ def _attend_chunk(
     PAGED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Online softmax of queries q at positions `at` over keys [begin, end) of a chunk."""
-    real_d = d < D
+    """Online softmax of queries q at positions `at` over keys [begin, end) of a chunk. All queries
+    see whole tiles of them, but for a window: only the last tile has to be masked.
+    """
     m = tl.full([BM], NOTHING, tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
-    for s in range(begin, end, BN):
-        t = s + tl.arange(0, BN)
-        if PAGED:
-            page = tl.load(TABLE + t // BLOCK, mask=t < high, other=0).to(tl.int64)
-            line = page * BLOCK + t % BLOCK
-        else:
-            line = key_base + t
-        there = (t < high)[:, None] & real_d[None, :]
-        k = tl.load(K + line[:, None] * k_n + h * k_h + d[None, :], mask=there, other=0.0)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        x = capped(x, softcap, CAP)
-        seen = t[None, :] <= at[:, None]
-        if WINDOW:
-            seen = seen & (t[None, :] > at[:, None] - window)
-        x = tl.where(seen, x, NOTHING)
-        new_m = tl.maximum(m, tl.max(x, 1))
-        p = tl.where(seen, tl.exp(x - new_m[:, None]), 0.0)
-        keep = tl.exp(m - new_m)
-        total = total * keep + tl.sum(p, 1)
-        if PAGED:  # values lie as keys do
-            v = tl.load(V + line[:, None] * k_n + h * k_h + d[None, :], mask=there, other=0.0)
-        else:
-            v = tl.load(V + line[:, None] * v_n + h * v_h + d[None, :], mask=there, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
-        m = new_m
+    whole = begin
+    if not WINDOW:
+        whole = begin + tl.maximum(end - begin, 0) // BN * BN
+        for s in range(begin, whole, BN):
+            m, total, acc = _attend_tile(
+                q, m, total, acc, at, K, V, TABLE, key_base, h, s, high, scale, softcap, window,
+                k_n, k_h, v_n, v_h, d, D, DP, BLOCK, BN, CAP, WINDOW, PAGED, False, PRECISION,
+            )  # fmt: skip
+    for s in range(whole, end, BN):
+        m, total, acc = _attend_tile(
+            q, m, total, acc, at, K, V, TABLE, key_base, h, s, high, scale, softcap, window,
+            k_n, k_h, v_n, v_h, d, D, DP, BLOCK, BN, CAP, WINDOW, PAGED, True, PRECISION,
+        )  # fmt: skip
     return m, total, acc
 
 
@@ -335,7 +403,8 @@ def attend(
     """
     groups = q.shape[1] // k.shape[1]
     rows = exact_tiles.tile_shape(groups, True)[0]
-    if plan.positions == 1 and tables is not None and few_rows_agree(groups, q):
+    one = plan.positions == 1 and tables is not None
+    if one and q.shape[2] <= NARROW and few_rows_agree(groups, q):
         rows = few_rows(groups)
     return _launch(q, k, v, plan, tables, block, (scale, window, softcap), rows, new, parts)
 
@@ -408,7 +477,7 @@ def _launch(
         SPLIT=parts > 1,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=min(4, rows // 16),
-        num_stages=2 if padded * q.element_size() <= 256 else 1,
+        num_stages=stages_of(padded * q.element_size()),
         enable_fp_fusion=False,
         **shared,
         **early(),
@@ -428,7 +497,18 @@ def _launch(
     return out
 
 
+def stages_of(line: int) -> int:
+    """Tiles of keys that are on their way at once, by the bytes of a key: what fits, as measured on
+    an H200.
+    """
+    return 3 if line <= 128 else 2 if line <= 256 else 1
+
+
 # ---- a decode step: a tile holds one position ----
+
+# up to this head size one warp for few rows is faster than a warp group for many, most of them
+# empty, as measured on an H200; a larger one has no room for the accumulators of a warp
+NARROW = 64
 
 _seen: dict[tuple[object, ...], bool] = {}  # what was tried on this machine
 

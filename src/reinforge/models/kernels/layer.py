@@ -193,8 +193,6 @@ def _few_rows(
     PER,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    GATED: tl.constexpr,
-    WIDE: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     IMPRECISE: tl.constexpr,
@@ -204,10 +202,9 @@ def _few_rows(
     BK: tl.constexpr,
 ):
     """One program per (tile of outputs, part of K); the tile of weights is the left factor, so that
-    few rows fill a narrow tile. GATED: outputs n and N + n belong together, silu(·)·(·) of them is
-    stored. WIDE: float32 parts [parts, M, N] are stored, for who adds them up. SCALED: both factors
-    are FP8 with a scale for every row; IMPRECISE products of them are summed up before the sum goes
-    into a float32, for a tensor core keeps fewer bits.
+    few rows fill a narrow tile. Y is [M, N], or [parts, M, N] for who adds them up.
+    SCALED: both factors are FP8 with a scale for every row; IMPRECISE products of them are summed
+    up before the sum goes into a float32, for a tensor core keeps fewer bits.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     part = tl.program_id(1)
@@ -216,10 +213,8 @@ def _few_rows(
     begin = part * PER
     end = tl.minimum(K, begin + PER)
     w_at = W + n.to(tl.int64)[:, None] * K + begin + k[None, :]
-    u_at = w_at + N.to(tl.int64) * K
     x_at = X + m[None, :] * x_m + begin + k[:, None]
     acc = tl.zeros([BN, BM], tl.float32)
-    acc_up = tl.zeros([BN, BM], tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -233,51 +228,36 @@ def _few_rows(
         w = tl.load(w_at, mask=w_there, other=0.0)
         x = tl.load(x_at, mask=x_there, other=0.0)
         acc = tl.dot(w, x, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE)
-        if GATED:
-            u = tl.load(u_at, mask=w_there, other=0.0)
-            acc_up = tl.dot(
-                u, x, acc_up, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE
-            )
-            u_at += BK
         w_at += BK
         x_at += BK
     if SCALED:
         sx = tl.load(SX + m, mask=m < M, other=0.0)[None, :]
         acc *= tl.load(SW + n, mask=n < N, other=0.0)[:, None] * sx
-        if GATED:
-            acc_up *= tl.load(SW + N + n, mask=n < N, other=0.0)[:, None] * sx
     if HAS_BIAS:
         acc += tl.load(BIAS + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     there = (n < N)[:, None] & (m < M)[None, :]
     y_at = Y + (part.to(tl.int64) * M + m)[None, :] * N + n[:, None]
-    if GATED:
-        tl.store(y_at, _gated(acc, acc_up, Y.dtype.element_ty), mask=there)
-    elif WIDE:
-        tl.store(y_at, acc, mask=there)
-    else:
-        tl.store(y_at, acc.to(Y.dtype.element_ty), mask=there)
+    tl.store(y_at, acc.to(Y.dtype.element_ty), mask=there)
 
 
 # up to so many rows, these products are faster than the library's, as measured on an H200: of any
 # kind, with a gate, in parts
 FEW_ROWS = 16
-GATED_ROWS = 32
+GATED_ROWS = 64
 PART_ROWS = 64
 FP8_ROWS = 64  # in FP8, of any kind and with a gate
 FP8_PART_ROWS = 128
 IMPRECISE = 128  # see `_few_rows`
 
 
-def product_tile(rows: int, size: int, gated: bool) -> tuple[int, int, int, int]:
+def product_tile(rows: int, size: int) -> tuple[int, int, int, int]:
     """Outputs and inputs of a tile of weights, warps, and how many tiles are on their way, as
     measured on an H200. `size`: bytes of a weight.
     """
     if size == 4:
         return 32, 64, 4, 3
     if size == 1:
-        return 64, 128, 4, 4 if gated else 8 if rows <= 64 else 6
-    if gated:
-        return (32, 128, 4, 6) if rows <= 16 else (64, 64, 4, 5)
+        return 64, 128, 4, 8 if rows <= 64 else 6
     return 64, 128, 4, 6 if rows <= 32 else 4
 
 
@@ -286,23 +266,16 @@ def few_rows(
     weight: Tensor | Fp8Rows,
     bias: Tensor | None = None,
     *,
-    gated: bool = False,
     parts: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """x [B, K] times weight [N, K] transposed, plus bias, in `dtype` or that of x; both are FP8 or
-    none. `gated`: silu(first half)·(second half) of the outputs. `parts`: [parts, B, N] in float32,
-    whose sum is the product.
+    none. `parts`: [parts, B, N] in float32, whose sum is the product.
     """
-    factors = [one.values if isinstance(one, Fp8Rows) else one for one in (x, weight)]
-    scales = [one.scale if isinstance(one, Fp8Rows) else one for one in (x, weight)]
-    left, right = factors
+    left, right, scales = _factors(x, weight)
     rows, inner = left.shape
-    outer = right.shape[0] // 2 if gated else right.shape[0]
-    assert right.is_contiguous() and left.stride(1) == 1 and not (gated and parts)
-    scaled = isinstance(x, Fp8Rows)
-    wide = left.dtype == torch.float32
-    bn, bk, warps, stages = product_tile(rows, left.element_size(), gated)
+    outer = right.shape[0]
+    bn, bk, warps, stages = product_tile(rows, left.element_size())
     tiles = triton.cdiv(outer, bn)
     count = 1
     if parts:
@@ -324,21 +297,182 @@ def few_rows(
         inner,
         left.stride(0),
         per,
-        SCALED=scaled,
         HAS_BIAS=bias is not None,
-        GATED=gated,
-        WIDE=parts,
         EVEN=inner % bk == 0,
-        PRECISION="ieee" if wide else "tf32",
-        IMPRECISE=IMPRECISE if scaled else 0,
         BM=max(16, triton.next_power_of_2(rows)),
         BN=bn,
         BK=bk,
         num_warps=warps,
         num_stages=stages,
+        **_arithmetic(left),
         **early(),
     )
     return y
+
+
+def _factors(
+    x: Tensor | Fp8Rows, weight: Tensor | Fp8Rows
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The numbers of both, and their scales, which are anything where there are none."""
+    left, right = (one.values if isinstance(one, Fp8Rows) else one for one in (x, weight))
+    scales = tuple(one.scale if isinstance(one, Fp8Rows) else one for one in (x, weight))
+    assert right.is_contiguous() and left.stride(1) == 1
+    return left, right, (scales[0], scales[1])
+
+
+def _arithmetic(x: Tensor) -> dict[str, bool | str | int]:
+    """How numbers of this kind are multiplied."""
+    scaled = x.element_size() == 1
+    return {
+        "SCALED": scaled,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "IMPRECISE": IMPRECISE if scaled else 0,
+    }
+
+
+# ---- a product with a gate ----
+
+
+@triton.jit
+def _weights(W, n, there, k, s, K, EVEN: tl.constexpr):
+    """[BK, ..] numbers s + k of the rows n of the weights."""
+    at = W + n.to(tl.int64)[None, :] * K + s + k[:, None]
+    if EVEN:
+        return tl.load(at, mask=there[None, :], other=0.0)
+    else:
+        return tl.load(at, mask=there[None, :] & (k < K - s)[:, None], other=0.0)
+
+
+@triton.jit
+def _store_gated(Y, gate, up, SX, SW, m, n, there, M, N, SCALED: tl.constexpr):
+    """silu(gate)·up of outputs n."""
+    if SCALED:
+        sx = tl.load(SX + m, mask=m < M, other=0.0)[:, None]
+        gate *= tl.load(SW + n, mask=there, other=0.0)[None, :] * sx
+        up *= tl.load(SW + N + n, mask=there, other=0.0)[None, :] * sx
+    at = Y + m.to(tl.int64)[:, None] * N + n[None, :]
+    real = (m < M)[:, None] & there[None, :]
+    tl.store(at, _gated(gate, up, Y.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gated_rows(
+    X,
+    W,
+    SX,
+    SW,
+    Y,
+    M,
+    N,
+    K,
+    x_m,
+    SCALED: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+    EARLY: tl.constexpr,
+    BM: tl.constexpr,
+    B1: tl.constexpr,
+    B2: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """One program per slice of B1 + B2 outputs: silu of the product with rows n of the weights,
+    times the product with rows N + n. Two sizes, so that a slice need not be a power of two.
+    SCALED, IMPRECISE: see `_few_rows`.
+    """
+    m = tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    n1 = tl.program_id(0) * (B1 + B2) + tl.arange(0, B1)
+    gate1 = tl.zeros([BM, B1], tl.float32)
+    up1 = tl.zeros([BM, B1], tl.float32)
+    if B2 > 0:
+        n2 = tl.program_id(0) * (B1 + B2) + B1 + tl.arange(0, B2)
+        gate2 = tl.zeros([BM, B2], tl.float32)
+        up2 = tl.zeros([BM, B2], tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for s in range(0, K, BK):
+        x_at = X + m[:, None] * x_m + s + k[None, :]
+        if EVEN:
+            x = tl.load(x_at, mask=(m < M)[:, None], other=0.0)
+        else:
+            x = tl.load(x_at, mask=(m < M)[:, None] & (k < K - s)[None, :], other=0.0)
+        w = _weights(W, n1, n1 < N, k, s, K, EVEN)
+        gate1 = tl.dot(x, w, gate1, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE)
+        w = _weights(W, N + n1, n1 < N, k, s, K, EVEN)
+        up1 = tl.dot(x, w, up1, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE)
+        if B2 > 0:
+            w = _weights(W, n2, n2 < N, k, s, K, EVEN)
+            gate2 = tl.dot(x, w, gate2, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE)
+            w = _weights(W, N + n2, n2 < N, k, s, K, EVEN)
+            up2 = tl.dot(x, w, up2, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE)
+    _store_gated(Y, gate1, up1, SX, SW, m, n1, n1 < N, M, N, SCALED)
+    if B2 > 0:
+        _store_gated(Y, gate2, up2, SX, SW, m, n2, n2 < N, M, N, SCALED)
+
+
+Slice = tuple[int, int, int, int, int, int]
+# by bytes of a weight and rows: outputs of both tiles of a slice, inputs, warps, tiles on their
+# way, and how many such programs a multiprocessor has room for, as measured on an H200
+SLICES: dict[tuple[int, int], tuple[Slice, ...]] = {
+    (2, 32): ((32, 0, 128, 4, 3, 4), (32, 16, 128, 4, 3, 3), (64, 0, 128, 4, 3, 2)),
+    (2, 64): ((64, 0, 64, 4, 3, 2), (64, 16, 64, 4, 3, 2), (64, 32, 64, 4, 3, 2)),
+    (1, 32): ((32, 0, 256, 4, 3, 4), (32, 16, 256, 4, 3, 3), (64, 0, 256, 4, 3, 2)),
+    (1, 64): ((32, 0, 128, 4, 4, 4), (32, 16, 128, 4, 4, 3), (64, 0, 128, 4, 4, 2)),
+    (4, 32): ((32, 0, 32, 4, 3, 2), (32, 16, 32, 4, 3, 2)),
+    (4, 64): ((32, 0, 32, 4, 3, 2),),
+}
+
+
+def slice_of(rows: int, outer: int, size: int) -> Slice:
+    """The slice whose programs leave the fewest places empty: all begin at once, and what does not
+    fit has to wait for the others. `size`: bytes of a weight.
+    """
+    some = SLICES[size, 32 if rows <= 32 else 64]
+
+    def full(one: Slice) -> float:
+        programs = triton.cdiv(outer, one[0] + one[1])
+        places = MULTIPROCESSORS * one[5]
+        return programs / (triton.cdiv(programs, places) * places)
+
+    return max(some, key=full)
+
+
+def gated_rows(
+    x: Tensor | Fp8Rows, weight: Tensor | Fp8Rows, dtype: torch.dtype | None = None
+) -> Tensor:
+    """silu(first half)·(second half) of x [B, K] times weight [2N, K] transposed, in `dtype` or
+    that of x; both are FP8 or none.
+    """
+    left, right, scales = _factors(x, weight)
+    rows, inner = left.shape
+    outer = right.shape[0] // 2
+    first, second, bk, warps, stages, _ = slice_of(rows, outer, left.element_size())
+    y = torch.empty(rows, outer, dtype=dtype or left.dtype, device=left.device)
+    _gated_rows[(triton.cdiv(outer, first + second),)](
+        left,
+        right,
+        *scales,
+        y,
+        rows,
+        outer,
+        inner,
+        left.stride(0),
+        EVEN=inner % bk == 0,
+        BM=max(16, triton.next_power_of_2(rows)),
+        B1=first,
+        B2=second,
+        BK=bk,
+        num_warps=warps,
+        num_stages=stages,
+        **_arithmetic(left),
+        **early(),
+    )
+    return y
+
+
+# ---- adapters ----
 
 
 @triton.jit(do_not_specialize=["M"])
