@@ -58,6 +58,7 @@ def round_of(folder: Path, number: int, model: Path) -> dict[str, float]:
                 seen += os.read(terminal, 65536)
             if b"\n" in seen and "first_line_seconds" not in found:
                 found["first_line_seconds"] = time.monotonic() - began
+                assert seen.startswith(b"reinforge "), seen  # and no complaint
             cpu = max(cpu, cpu_seconds(process.pid))
             if first_step_is_logged(run):
                 found["first_step_seconds"] = time.monotonic() - began

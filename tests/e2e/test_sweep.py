@@ -36,6 +36,7 @@ def test_a_sweep_is_cut_and_goes_on(tmp_path: Path, tiny_dir: str) -> None:
     assert evaluated_steps(trial) == [0, 2, 3]
     (record,) = read_json(tmp_path / "sweep" / "summary.json")["trials"]
     assert (record["state"], record["steps"]) == ("finished", 3)
-    shown = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[-4:])
-    assert shown["run"] == "sweep/trial-001"
-    assert shown["train"].startswith(f"reinforge train {config} train.learning_rate=")
+    *_, best, run, summary, _, _, command = done.stdout.splitlines()
+    assert best.startswith("best     trial 1, eval/reward ")
+    assert (run, summary) == ("run      sweep/trial-001", "summary  sweep/summary.json")
+    assert command.startswith(f"reinforge train {config} train.learning_rate=")

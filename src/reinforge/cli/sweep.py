@@ -163,7 +163,8 @@ def _run(plan: SweepPlan) -> None:
         {
             "best": f"trial {result.best.number + 1}, {plan.metric} {result.best.value:.4g}",
             "run": best,
-            "train": plan.command(result.best.values),
             "summary": result.summary,
         }
     )
+    # one line, however long: a terminal breaks it, and copies it whole
+    print(f"\nThis trains with its values:\n{plan.command(result.best.values)}")
