@@ -68,6 +68,8 @@ UNKNOWN = {  # what other libraries' trainers take, and what to do here
     ),
     "output_dir": "It is called dir here.",
     "max_steps": "It is called steps here.",
+    "num_train_epochs": "It is called epochs here.",
+    "environment_factory": "It is called env here, and takes the same classes.",
     "num_generations": "It is called group_size here.",
 }
 WHERE = "reinforge.train"  # of what is wrong with the arguments
@@ -118,12 +120,15 @@ class Trainer(ConfigTrainer):
         algorithm: str = "grpo",
         dir: str | Path | None = None,
         steps: int | None = None,
+        epochs: float | None = None,
         learning_rate: float = 1e-5,
         max_new_tokens: int = 256,
         group_size: int = 8,
         prompts_per_step: int = 64,
         seed: int = 0,
         adapter: Mapping[str, Any] | None = None,
+        env: str | Mapping[str, Any] | Callable[..., Any] | None = None,
+        tools: Sequence[str | Mapping[str, Any] | Callable[..., Any]] | None = None,
         advantage: Callable[..., Any] | None = None,
         loss: Callable[..., Any] | None = None,
         sampler: Callable[[Row, int], float] | None = None,
@@ -145,6 +150,13 @@ class Trainer(ConfigTrainer):
         plain or async, or pairs (function, weight), in any mixture; one alone needs no list. Beside
         a config they take the place of its rewards, and one whose name the config has keeps the
         weight and options that it has there.
+        `steps` says how long the run is, or `epochs`, in passes over the rows; without either, 100
+        steps. `adapter` is its section of the configuration, e.g. `{"rank": 16}`.
+        `tools` are functions with type hints and a docstring, plain or async, that the model may
+        call before it answers; names of shipped ones (calculator, search, python), and
+        `{"mcp": {...}}`. `env` is what answers the model's turns: a name, its section of the
+        configuration, a class with `reset`, `step` and `close` (`reinforge.core.env.Env`), or one
+        with `reset` and perhaps `get_reward`, whose other public methods are the model's tools.
         `advantage` and `loss` are functions in place of the algorithm's own, of a policy gradient:
         `(rollouts, options) -> advantages` and `(logprobs, old, advantages, sequence) -> (losses,
         metrics)`, one number per trained token. `sampler(row, step)` gives the probability that a
@@ -156,6 +168,7 @@ class Trainer(ConfigTrainer):
         continue a run, give its `dir`.
         """
         _check_objects(model, tokenizer, adapter)
+        _check_tools(env, tools)
         module = None if model is None or isinstance(model, str | Path) else model
         paths = {
             name: str(value)
@@ -167,7 +180,11 @@ class Trainer(ConfigTrainer):
             eval_data=_rows("eval_data", eval_data),
             module=module,
             tokenizer=None if isinstance(tokenizer, str | Path) else tokenizer,
-            parts={name_of_given(part): part for part in (advantage, loss) if part is not None},
+            parts={
+                name_of_given(part): part
+                for part in (advantage, loss, env, *(tools or ()))
+                if callable(part)
+            },
             sampler=sampler,
             callbacks=callbacks,
         )
@@ -177,12 +194,15 @@ class Trainer(ConfigTrainer):
             "algorithm": algorithm,
             "dir": dir,
             "steps": steps,
+            "epochs": epochs,
             "learning_rate": learning_rate,
             "max_new_tokens": max_new_tokens,
             "group_size": group_size,
             "prompts_per_step": prompts_per_step,
             "seed": seed,
             "adapter": adapter,
+            "env": env,
+            "tools": tools,
         }
         if config is not None:
             _check_not_ignored(named, paths)
@@ -234,12 +254,49 @@ def _config_of(named: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, 
         "rollout": {"max_new_tokens": named["max_new_tokens"]},
         "run": {"dir": str(named["dir"] or new_dir(algorithm)), "seed": named["seed"]},
         "train": {
-            "steps": named["steps"] or 100,
+            **_duration(named),
             "learning_rate": named["learning_rate"],
             "prompts_per_step": named["prompts_per_step"],
         },
         **({"adapter": dict(adapter)} if adapter is not None else {}),
+        **_env_section(named["env"], named["tools"]),
     }
+
+
+def _duration(named: Mapping[str, Any]) -> dict[str, Any]:
+    if named["steps"] is not None and named["epochs"] is not None:
+        raise InputError(
+            "steps and epochs both say how long the run is.", where=WHERE, fix="Give one of them."
+        )
+    if named["epochs"] is not None:
+        return {"epochs": named["epochs"]}
+    return {"steps": named["steps"] or 100}
+
+
+def _env_section(env: Any, tools: Sequence[Any] | None) -> dict[str, Any]:
+    """The section `env` of what was given as an environment, or as tools; none of neither."""
+    if tools is not None:
+        names = [name_of_given(tool) if callable(tool) else tool for tool in tools]
+        return {"env": {"name": "tools", "options": {"tools": names}}}
+    if env is None:
+        return {}
+    return {"env": {"name": _env_name(env)} if callable(env) else env}
+
+
+def _env_name(env: Callable[..., Any]) -> str:
+    """The name of a class that was given. One without `step` has tools as methods, as TRL's
+    environments have; a function that makes an environment makes one of ours.
+    """
+    name = name_of_given(env)
+    if not isinstance(env, type) or hasattr(env, "step"):
+        return name
+    if not hasattr(env, "reset"):
+        raise InputError(
+            f"{env.__name__} has no method reset.",
+            where="env",
+            fix="docs/environments.md says what an environment has.",
+        )
+    return f"trl:{name}"
 
 
 def _part_overrides(advantage: Any, loss: Any) -> list[str]:
@@ -328,6 +385,17 @@ def _check_objects(model: Any, tokenizer: Any, adapter: Any) -> None:
             where="adapter",
             fix="Leave the argument out, or give the model without its adapter.",
         )
+
+
+def _check_tools(env: Any, tools: Any) -> None:
+    if env is not None and tools is not None:
+        raise InputError(
+            "tools are called in an environment of their own.",
+            where="tools",
+            fix="Give tools or env; an environment can have tools as methods.",
+        )
+    if isinstance(tools, str | Mapping) or callable(tools):
+        raise InputError("is one tool, not a list.", where="tools", fix="Write [tool].")
 
 
 def _train_pipeline(config: Path, overrides: Sequence[str] = (), **arguments: Any) -> RunResult:

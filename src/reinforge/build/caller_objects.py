@@ -38,7 +38,7 @@ class CallerObjects:
     module: Any = None  # a transformers or peft model
     tokenizer: Any = None
     model: CausalModel | None = None  # ... as one of ours: `with_given_model` makes it
-    # parts of the algorithm, by the names that the config has for them
+    # parts of the algorithm, environments and tools, by the names that the config has for them
     parts: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     sampler: Callable[[Row, int], float] | None = None
     callbacks: GivenCallbacks = ()

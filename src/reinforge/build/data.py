@@ -128,9 +128,9 @@ def check_scored_columns(
 ) -> None:
     """Raises InputError if a reward needs a column that a row which it will score does not have."""
     # without rollouts only an evaluation scores
-    rows = [*train, *held_out] if cfg.algorithm.rl and rewards else held_out
+    rows = (train, held_out) if cfg.algorithm.rl and rewards else (held_out,)
     added = ("transcript",) if cfg.env is not None or cfg.agent is not None else ()
-    check_columns(rewards, rows, added=added, some=cfg.rollout.on_reward_error == "unscored")
+    check_columns(rewards, *rows, added=added, some=cfg.rollout.on_reward_error == "unscored")
 
 
 def few_rows(cfg: Config, rows: int) -> InputError | None:

@@ -74,8 +74,9 @@ def mixture_of(cfg: EnvConfig, seed: int) -> EnvMixture:
         for i, e in enumerate(cfg.entries)
     ]
     for entry, given in zip(entries, cfg.entries, strict=True):
-        if given.name in BUILTIN and given.python is None:
-            # ours do nothing before reset: what is wrong with the options is said here, and ends
+        idle = given.name in BUILTIN or given.name.startswith("trl:")
+        if idle and given.python is None:
+            # to make one does nothing yet: what is wrong with the options is said here, and ends
             # the run
             entry.make(**entry.options)
     return EnvMixture(entries, seed)

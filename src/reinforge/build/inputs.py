@@ -10,8 +10,9 @@ Everything here is frozen and computed in one order:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
@@ -24,7 +25,8 @@ from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data.bad_rows import SHOWN, BadRows
-from reinforge.data.chat import Renderer, apply_length
+from reinforge.data.chat import Renderer, fit_prompt
+from reinforge.data.disk_rows import DiskRows, select
 from reinforge.loops.view import ViewLike
 from reinforge.models import rope
 from reinforge.models.load import check_architecture, load_config, load_tokenizer
@@ -66,12 +68,13 @@ class RunInputs:
 @dataclass(frozen=True)
 class EncodedPrompts:
     """The rows whose prompts fit, in the order of the data, and the token ids of each.
-    `encode_train_prompts` and `encode_eval_prompts` make it; rollouts look ids up in it.
+    `encode_train_prompts` and `encode_eval_prompts` make it; rollouts ask it for ids.
     """
 
-    rows: list[Row]
-    ids: dict[str, list[int]]  # by row id
+    rows: Sequence[Row]
+    lengths: Sequence[int]  # tokens of each prompt
     longest: int  # tokens that generation may reach: prompt and answer, or a whole episode
+    ids_of: Callable[[Row], list[int]]  # of rows on disk they are computed when they are asked for
 
 
 @dataclass(frozen=True)
@@ -148,21 +151,11 @@ def encode_prompts(
             fix="Lower it.",
         )
     limit = cfg.data.max_length or context - max_new_tokens
-    bad = BadRows(drop=cfg.data.bad_rows == "drop")
-    encoded: list[tuple[Row, list[int]]] = []
-    for row in rows:
-        with bad.looking_at(row.id):
-            encoded.append((row, inputs.renderer.prompt(row)))
-    bad.refuse()
-    for line in bad.lines():
-        view.message(f"data: {line}")
-    kept, counts = apply_length(cfg.data, encoded, limit)
-    left = {row.id for row, _ in kept}
-    report_lengths(counts, limit, [row for row, _ in encoded if row.id not in left], view)
+    prompts = _fitted_prompts(inputs, rows, limit, view)
     if cfg.env is not None or cfg.agent is not None:
         longest = episode_tokens(cfg, context)
     else:
-        longest = max((len(ids) + max_new_tokens for _, ids in kept), default=0)
+        longest = max(prompts.lengths, default=-max_new_tokens) + max_new_tokens
     if longest > context:
         raise InputError(
             f"a prompt with {max_new_tokens} new tokens has {longest}, and the model's context is"
@@ -170,9 +163,54 @@ def encode_prompts(
             where="data.max_length",
             fix=(f"Set it to {context - max_new_tokens} or less, or lower rollout.max_new_tokens."),
         )
-    return EncodedPrompts(
-        rows=[row for row, _ in kept], ids={row.id: ids for row, ids in kept}, longest=longest
-    )
+    return replace(prompts, longest=longest)
+
+
+def _fitted_prompts(
+    inputs: RunInputs, rows: Sequence[Row], limit: int, view: ViewLike
+) -> EncodedPrompts:
+    """All prompts, tokenised once. Of rows on disk nothing but lengths is kept."""
+    cfg = inputs.cfg.data
+    on_disk = isinstance(rows, DiskRows)
+    bad = BadRows(drop=cfg.bad_rows == "drop")
+    ids: dict[str, list[int]] = {}
+    kept = array("q")  # rows
+    lengths = array("q")
+    lost = array("q")
+    counts = {"dropped": 0, "truncated": 0}
+    for i, row in enumerate(rows):
+        whole: list[int] | None = None
+        with bad.looking_at(row.id):
+            whole = inputs.renderer.prompt(row)
+        if whole is None:
+            continue
+        fitting = fit_prompt(cfg, row, whole, limit)
+        if fitting is None:
+            counts["dropped"] += 1
+            lost.append(i)
+            continue
+        counts["truncated"] += fitting is not whole
+        kept.append(i)
+        lengths.append(len(fitting))
+        if not on_disk:
+            ids[row.id] = fitting
+    bad.refuse()
+    for line in bad.lines():
+        view.message(f"data: {line}")
+    if lost and not kept:
+        raise InputError(
+            f"all {len(lost)} rows have more than {limit} tokens",
+            where="data.max_length",
+            fix="Raise it, or check the template.",
+        )
+    report_lengths(counts, limit, [rows[i] for i in lost[: SHOWN + 1]], view)
+
+    def again(row: Row) -> list[int]:
+        whole = inputs.renderer.prompt(row)
+        return fit_prompt(cfg, row, whole, limit) or whole
+
+    ids_of = again if on_disk else lambda row: ids[row.id]
+    return EncodedPrompts(select(rows, kept), lengths, longest=0, ids_of=ids_of)
 
 
 def encode_train_prompts(inputs: RunInputs, view: ViewLike) -> EncodedPrompts:

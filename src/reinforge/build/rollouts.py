@@ -127,7 +127,7 @@ def _rollout(
         )
     return SingleTurn(
         engine,
-        lambda row: prompts.ids[row.id],
+        prompts.ids_of,
         inputs.renderer.decode,
         inputs.rewards,
         sampling,

@@ -111,7 +111,7 @@ def build_rl(
         rollout=group_rollout,
         journal=journal,
         best=inputs.best,
-        lengths=[len(prompts.ids[row.id]) for row in rows],
+        lengths=prompts.lengths,
         requests=resumable_requests(cfg, engine),
         sampler=given.sampler,
     )
@@ -145,9 +145,7 @@ def build_rl(
             on_saved=journal.clear,
             memory=attempt.memory,
         ),
-        prediction=predict_run(
-            cfg, backend, [len(ids) for ids in prompts.ids.values()], inputs.algorithm.needs
-        ),
+        prediction=predict_run(cfg, backend, prompts.lengths, inputs.algorithm.needs),
         uncontained=inputs.uncontained,
         passing=attempt.passing,
         began=attempt.began,

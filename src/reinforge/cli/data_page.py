@@ -19,6 +19,7 @@ PLAIN_MARKS = ("[[", "]]")  # where the terminal has no such characters
 EDGE = "│ "
 PLAIN_EDGE = "| "
 TRAINED = "bold green"
+TROUBLE = "bold yellow"
 BEGINNING = 700  # characters of a long text that are shown, and of its end
 END = 400
 SHOWN = 5  # rows named where some are left out
@@ -38,11 +39,11 @@ def print_data(view: DataView, *, full: bool) -> None:
     _print_left_out(out, view)
 
 
-def _heading(out: Console, text: str) -> None:
+def _heading(out: Console, text: str, *, style: str = "bold") -> None:
     from rich.text import Text
 
     out.print()
-    out.print(Text(text, style="bold"), soft_wrap=True)
+    out.print(Text(text, style=style), soft_wrap=True)
 
 
 def _print_lines(out: Console, text: str, *, indent: int = INDENT) -> None:
@@ -222,13 +223,13 @@ def histogram(ordered: Sequence[int], width: int) -> Iterator[str]:
 def _print_left_out(out: Console, view: DataView) -> None:
     found = False
     if view.bad:
-        verb = "are dropped (data.bad_rows: drop)" if view.dropped else "are refused"
-        _heading(out, f"{len(view.bad):,} rows cannot be used: they {verb}")
+        verb = "dropped (data.bad_rows: drop)" if view.dropped else "refused"
+        _heading(out, f"{_rows(len(view.bad))} cannot be used: {verb}", style=TROUBLE)
         for where, what in view.bad[:SHOWN]:
             _print_lines(out, f"{where}: {what}")
         _print_more(out, len(view.bad))
         if not view.dropped:
-            _print_lines(out, "Repair them, or set data.bad_rows=drop.")
+            _print_lines(out, "Repair what is named, or set data.bad_rows=drop.")
         found = True
     if view.long:
         verb = {
@@ -236,7 +237,9 @@ def _print_left_out(out: Console, view: DataView) -> None:
             "truncate": "cut (data.length: truncate)",
             "error": "refused (data.length: error)",
         }[view.policy]
-        _heading(out, f"{len(view.long):,} rows have more than {view.limit:,} tokens: {verb}")
+        have = "has" if len(view.long) == 1 else "have"
+        title = f"{_rows(len(view.long))} {have} more than {view.limit:,} tokens: {verb}"
+        _heading(out, title, style=TROUBLE)
         for where, n in view.long[:SHOWN]:
             _print_lines(out, f"{where}: {n:,} tokens")
         _print_more(out, len(view.long))
@@ -247,7 +250,15 @@ def _print_left_out(out: Console, view: DataView) -> None:
     if view.unusual:
         _heading(out, "to know")
     for what, count in view.unusual.items():
-        _print_lines(out, f"{count:,} rows: {what}")
+        _print_lines(out, f"{_rows(count)}: {what}")
+
+
+def _rows(count: int) -> str:
+    """
+    >>> _rows(1), _rows(2000)
+    ('1 row', '2,000 rows')
+    """
+    return f"{count:,} row{'' if count == 1 else 's'}"
 
 
 def _print_more(out: Console, count: int) -> None:

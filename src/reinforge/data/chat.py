@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from reinforge.config.chat_templates import fitting
 from reinforge.core.errors import InputError
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from reinforge.config.data import DataConfig
 
-Item = TypeVar("Item", Sample, list[int], tuple[Row, list[int]])
 # what `Renderer.counts` counts, in words
 UNUSUAL = {
     "special_text": "the text spells special tokens; it is kept as text",
@@ -389,7 +388,9 @@ def _call(call: Any, as_text: bool) -> Any:
 
 
 def _tools(row: Row) -> list[Any] | None:
-    """The tools column: a list of JSON schemas, or the same as JSON text."""
+    """The tools column: a list of JSON schemas, or the same as JSON text. A schema may come without
+    what chat templates expect around it, as in LLaMA-Factory's files.
+    """
     tools = row.columns.get("tools")
     if isinstance(tools, str):
         try:
@@ -402,72 +403,40 @@ def _tools(row: Row) -> list[Any] | None:
         raise InputError(
             f"tools is {type(tools).__name__}, not a list of JSON schemas", where=_where(row)
         )
-    return tools or None
+    return [_wrapped(tool) for tool in tools] if tools else None
 
 
-def apply_length(
-    cfg: DataConfig, items: Sequence[Item], limit: int | None
-) -> tuple[list[Item], dict[str, int]]:
-    """The items of at most `limit` tokens, by the policy `data.length`, and how many were changed
-    or lost.
+def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
+    bare = "name" in tool and "function" not in tool and "type" not in tool
+    return {"type": "function", "function": tool} if bare else tool
 
-    Samples lose their end (and are dropped if nothing trained is left); prompts, alone or as (row,
-    ids), lose their beginning: the header of the answer must stay.
+
+def fit_prompt(cfg: DataConfig, row: Row, ids: list[int], limit: int) -> list[int] | None:
+    """The ids of a prompt, at most `limit` of them, by the policy `data.length`; None where it is
+    dropped. A prompt loses its beginning: the header of the answer must stay.
     """
-    kept: list[Item] = []
-    counts = {"rows": len(items), "dropped": 0, "truncated": 0}
-    for i, item in enumerate(items):
-        ids = (
-            item.tokens
-            if isinstance(item, Sample)
-            else item[1]
-            if isinstance(item, tuple)
-            else item
-        )
-        if limit is None or len(ids) <= limit:
-            kept.append(item)
-            continue
-        if cfg.length == "error":
-            name = (
-                item.uid
-                if isinstance(item, Sample)
-                else item[0].id
-                if isinstance(item, tuple)
-                else str(i)
-            )
-            raise InputError(
-                f"has {len(ids)} tokens, more than {limit}",
-                where=f"row {name}",
-                fix="Set data.length: drop or truncate, or raise data.max_length.",
-            )
-        short = truncate(item, limit) if cfg.length == "truncate" else None
-        counts["dropped" if short is None else "truncated"] += 1
-        if short is not None:
-            kept.append(short)
-    if items and not kept:
+    if len(ids) <= limit:
+        return ids
+    if cfg.length == "error":
         raise InputError(
-            f"all {len(items)} rows have more than {limit} tokens",
-            where="data.max_length",
-            fix="Raise it, or check the template.",
+            f"has {len(ids)} tokens, more than {limit}",
+            where=f"row {row.id}",
+            fix="Set data.length: drop or truncate, or raise data.max_length.",
         )
-    return kept, counts
+    return ids[-limit:] if cfg.length == "truncate" else None
 
 
-def truncate(item: Item, limit: int) -> Item | None:
-    """At most `limit` tokens of it; None where nothing trained would be left."""
-    if isinstance(item, tuple):
-        return (item[0], item[1][-limit:])
-    if isinstance(item, list):
-        return item[-limit:]
-    if not bool(item.trained[:limit].any()):
+def truncate(sample: Sample, limit: int) -> Sample | None:
+    """Its first `limit` tokens; None where nothing trained would be left."""
+    if not bool(sample.trained[:limit].any()):
         return None
-    streams = {name: stream[:limit] for name, stream in item.streams.items()}
-    rewards = None if item.token_rewards is None else item.token_rewards[:limit]
-    return item.with_(
-        tokens=item.tokens[:limit],
-        trained=item.trained[:limit],
-        logprobs=item.logprobs[:limit],
-        versions=item.versions[:limit],
+    streams = {name: stream[:limit] for name, stream in sample.streams.items()}
+    rewards = None if sample.token_rewards is None else sample.token_rewards[:limit]
+    return sample.with_(
+        tokens=sample.tokens[:limit],
+        trained=sample.trained[:limit],
+        logprobs=sample.logprobs[:limit],
+        versions=sample.versions[:limit],
         streams=streams,
         token_rewards=rewards,
         stop=Stop.LENGTH,

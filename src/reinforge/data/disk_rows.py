@@ -6,7 +6,7 @@ import os
 import pickle
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import overload
 
 from reinforge.core.row import Row
@@ -55,6 +55,25 @@ class DiskRows(Sequence[Row]):
         part._begins = self._begins
         part._places = array("q", (self._places[i] for i in indices))
         return part
+
+
+class RowsById(Mapping[str, Row]):
+    """Rows by their ids, each read when it is asked for. A replay buffer finds the rows of a
+    checkpoint in it.
+    """
+
+    def __init__(self, rows: Sequence[Row]):
+        self._rows = rows
+        self._places = {row.id: i for i, row in enumerate(rows)}
+
+    def __getitem__(self, name: str) -> Row:
+        return self._rows[self._places[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def select(rows: Sequence[Row], indices: Iterable[int]) -> Sequence[Row]:

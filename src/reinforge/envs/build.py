@@ -15,7 +15,7 @@ from reinforge.core.row import Row
 from reinforge.core.seeds import seed_of
 from reinforge.envs.adapters.bridge import EnvBridge
 from reinforge.envs.names import BUILTIN, FOREIGN
-from reinforge.rewards.build import load_function
+from reinforge.rewards.load import load_function, with_given_now
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def entry_of(
         return EnvMixtureEntry(
             name.rpartition(":")[2], EnvBridge(python, target, given, options, where), weight
         )
-    return EnvMixtureEntry(name.rpartition(":")[2], make, weight, options)
+    return EnvMixtureEntry(name.rpartition(":")[2], with_given_now(make), weight, options)
 
 
 def check_options(

@@ -6,6 +6,7 @@ told instead.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
@@ -192,10 +193,22 @@ def _columns(cfg: DataConfig) -> list[SourceColumn]:
 def _column(name: str, values: Sequence[Any]) -> SourceColumn:
     there = [value for value in values if value not in (None, "", [])]
     kinds_found = list(dict.fromkeys(map(_kind, there)))
-    example = str(there[0]) if there else ""
+    example = _example(there[0]) if there else ""
     return SourceColumn(
         name, " or ".join(kinds_found) or "empty", len(there) / len(values), example
     )
+
+
+def _example(value: Any) -> str:
+    """A value as it may be read in one line: of messages the first, of objects their JSON."""
+    if _kind(value) == "messages":
+        first = value[0]
+        said = first.get("content", first.get("value"))
+        more = f" (and {len(value) - 1} more)" if len(value) > 1 else ""
+        return f"{first.get('role', first.get('from'))}: {said}{more}"
+    if isinstance(value, Mapping | list):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return str(value)
 
 
 def _kind(value: Any) -> str:

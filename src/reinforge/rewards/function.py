@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from reinforge.core.aio import together
@@ -170,27 +171,30 @@ def lacks(name: str, missing: Iterable[str], columns: Iterable[str], row: str = 
 
 def check_columns(
     rewards: Sequence[FunctionReward],
-    rows: Sequence[Row],
-    *,
+    *parts: Sequence[Row],
     added: Iterable[str] = (),
     some: bool = False,
 ) -> None:
-    """Raises InputError if a reward needs a column that a row does not have: before anything large
-    is loaded. `added`: columns that come with the rollout. `some`: rows without are left unscored,
-    so it is enough if any row has it.
+    """Raises InputError if a reward needs a column that a row of any part does not have: before
+    anything large is loaded. `added`: columns that come with the rollout. `some`: rows without are
+    left unscored, so it is enough if any row has it.
     """
     added = set(added)
     for reward in rewards:
         needed = reward.columns - added
-        lacking = [row for row in rows if not needed <= row.columns.keys()]
-        if lacking and (not some or len(lacking) == len(rows)):
-            row = lacking[0]
-            everywhere = len(lacking) == len(rows)
+        first: Row | None = None
+        lacking = 0
+        for row in chain.from_iterable(parts):
+            if not needed <= row.columns.keys():
+                first = row if first is None else first
+                lacking += 1
+        everywhere = lacking == sum(map(len, parts))
+        if first is not None and (not some or everywhere):
             raise lacks(
                 reward.name,
-                needed - row.columns.keys(),
-                row.columns,
-                "" if everywhere else repr(row.id),
+                needed - first.columns.keys(),
+                first.columns,
+                "" if everywhere else repr(first.id),
             )
 
 

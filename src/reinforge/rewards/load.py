@@ -10,13 +10,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from reinforge.core.errors import InputError
 from reinforge.core.user_files import load_file
 
+T = TypeVar("T")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 PYTHON = "python"  # the source of a function that is in the program's memory only
 _given: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("_given", default=NOTHING)
@@ -30,6 +32,18 @@ def functions_given(functions: Mapping[str, Callable[..., Any]]) -> Iterator[Non
         yield
     finally:
         _given.reset(token)
+
+
+def with_given_now(function: Callable[..., T]) -> Callable[..., T]:
+    """The function, which finds the functions that are given now whenever it is called later."""
+    functions = _given.get()
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> T:
+        with functions_given(functions):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def name_of_given(function: Callable[..., Any]) -> str:

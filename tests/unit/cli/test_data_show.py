@@ -101,15 +101,15 @@ def test_what_is_left_out_is_named_and_nothing_is_wider_than_the_terminal(
     assert main(["data", "show", "a.jsonl", "--model", chatty]) == 0
     page = out.getvalue()
     assert max(map(len, page.splitlines())) <= width
-    assert "1 rows cannot be used: they are refused" in page
+    assert "1 row cannot be used: refused" in page
     assert "a.jsonl:4: instruction is empty, and so is its input" in page
-    assert "1 rows have more than 64 tokens: dropped (data.length: drop)" in page
+    assert "1 row has more than 64 tokens: dropped (data.length: drop)" in page
     assert "a.jsonl:3: " in page and "more characters" in page
     again = screen(monkeypatch, width)
     settings = ["data.length=truncate", "data.bad_rows=drop", "data.max_length=5000"]
     assert main(["data", "show", "a.jsonl", *settings, "--model", chatty, "--full"]) == 0
     page = again.getvalue()
-    assert "they are dropped (data.bad_rows: drop)" in page
+    assert "1 row cannot be used: dropped (data.bad_rows: drop)" in page
     assert "more characters" not in page and "more than" not in page
 
 

@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from reinforge.config.data import DataConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Sample, Stop
-from reinforge.data.chat import Renderer, apply_length, check_prefix
+from reinforge.data.chat import Renderer, check_prefix, fit_prompt
+from reinforge.data.units import fit
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -367,40 +368,24 @@ def test_check_prefix_describes_the_template() -> None:
     assert check_prefix(toy(WITH_BOS_AND_TOOLS)) == {**expected, "bos": "template", "tools": True}
 
 
-def test_length_policies_count_what_they_do() -> None:
+def test_length_policies() -> None:
     def cfg(policy: str) -> DataConfig:
         return DataConfig(source="unused.jsonl", length=policy)  # type: ignore[arg-type]
 
-    samples = [
+    short, fitting, long = (
         Sample.from_tokens(f"s{n}", list(range(n)), [i >= 4 for i in range(n)]) for n in (5, 6, 9)
-    ]
-    kept, counts = apply_length(cfg("drop"), samples, 6)
-    assert [s.uid for s in kept] == ["s5", "s6"] and counts == {
-        "rows": 3,
-        "dropped": 1,
-        "truncated": 0,
-    }
-    kept, counts = apply_length(cfg("truncate"), samples, 5)
-    assert [s.tokens.tolist() for s in kept] == [[0, 1, 2, 3, 4]] * 3 and counts == {
-        "rows": 3,
-        "dropped": 0,
-        "truncated": 2,
-    }
-    assert kept[2].stop is Stop.LENGTH and kept[0].stop is Stop.EOS and kept[2].n_trained == 1
-    with pytest.raises(InputError, match="all 3 rows have more than 4 tokens"):
-        apply_length(cfg("truncate"), samples, 4)  # nothing trained would be left of any
+    )
+    assert fit(cfg("drop"), [fitting], 6) == [fitting] and fit(cfg("drop"), [long], 6) is None
+    assert fit(cfg("drop"), [short, long], 6) is None, "a pair goes as a whole"
+    cut = fit(cfg("truncate"), [short, long], 5)
+    assert cut is not None and [s.tokens.tolist() for s in cut] == [[0, 1, 2, 3, 4]] * 2
+    assert cut[1].stop is Stop.LENGTH and cut[0].stop is Stop.EOS and cut[1].n_trained == 1
+    assert fit(cfg("truncate"), [long], 4) is None, "nothing trained would be left"
     with pytest.raises(InputError, match="row s9: has 9 tokens, more than 8"):
-        apply_length(cfg("error"), samples, 8)
-    assert apply_length(cfg("error"), samples, None) == (
-        samples,
-        {"rows": 3, "dropped": 0, "truncated": 0},
-    )
-    prompts = [(Row("a", "-"), [1, 2, 3]), (Row("b", "-"), [4])]
-    assert apply_length(cfg("truncate"), prompts, 2) == (
-        [(prompts[0][0], [2, 3]), prompts[1]],
-        {"rows": 2, "dropped": 0, "truncated": 1},
-    )
-    assert apply_length(cfg("drop"), [[1, 2, 3], [4]], 2) == (
-        [[4]],
-        {"rows": 2, "dropped": 1, "truncated": 0},
-    )
+        fit(cfg("error"), [long], 8)
+    row = Row("a", "-")
+    assert fit_prompt(cfg("truncate"), row, [1, 2, 3], 2) == [2, 3]
+    assert fit_prompt(cfg("drop"), row, [1, 2, 3], 2) is None
+    assert fit_prompt(cfg("drop"), row, [1, 2], 2) == [1, 2]
+    with pytest.raises(InputError, match="row a: has 3 tokens, more than 2"):
+        fit_prompt(cfg("error"), row, [1, 2, 3], 2)

@@ -13,6 +13,10 @@ import pytest
 
 from helpers.source_tree import ROOT
 from helpers.tiny_runs import digest, lines
+from helpers.toys import SilentView
+from reinforge.build.caller_objects import CallerObjects
+from reinforge.build.inputs import encode_train_prompts, read_inputs
+from reinforge.build.local import LocalFactories
 from reinforge.build.run import train_config
 from reinforge.config.data import DataConfig
 from reinforge.config.schema import Config
@@ -91,6 +95,55 @@ def test_a_run_is_the_same_and_goes_on_exactly(
     again = run("resumed", "always", 5)
     assert first[1] == never[1][:2] and again[1] == never[1]
     assert again[0] == run("whole", "always", 5)[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["data.length=truncate", "data.max_length=6"],
+        ["sampling.replay={}", "algorithm.dynamic_sampling=true"],
+    ],
+    ids=["cut", "replayed"],
+)
+def test_rl_is_the_same_with_prompts_on_disk(
+    make: Callable[..., Config], tmp_path: Path, settings: list[str]
+) -> None:
+    """Prompts are tokenised again for every group: the same draws, and the same weights."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{'9' * (i % 5)}+{i}="} for i in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(name: str, on_disk: str, steps: int = 4) -> str:
+        cfg = make(
+            name,
+            "grpo",
+            f"data.source={path}",
+            f"data.on_disk={on_disk}",
+            f"train.steps={steps}",
+            "data.eval.size=4",
+            *settings,
+        )
+        train_config(cfg, view=SilentView())
+        return digest(cfg)
+
+    never = run("never", "never")
+    assert run("always", "always") == never
+    run("resumed", "always", 2)
+    assert run("resumed", "always") == never
+
+
+def test_prompts_on_disk_are_not_kept(make: Callable[..., Config], tmp_path: Path) -> None:
+    """What a run of RL holds of its rows are their lengths and their places."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(30)))
+    cfg = make("run", "grpo", f"data.source={path}", "data.on_disk=always")
+    view = SilentView()
+    inputs = read_inputs(cfg, CallerObjects(), view, LocalFactories().make_rewards)
+    prompts = encode_train_prompts(inputs, view)
+    assert isinstance(prompts.rows, DiskRows) and list(prompts.lengths) == [4] * 10 + [5] * 20
+    asked = prompts.ids_of(prompts.rows[3])
+    assert asked == inputs.renderer.prompt(prompts.rows[3]) and len(asked) == 4
+    assert prompts.ids_of(prompts.rows[3]) is not asked
 
 
 def test_what_is_kept_of_all_rows_is_refused(make: Callable[..., Config], tmp_path: Path) -> None:

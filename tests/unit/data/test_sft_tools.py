@@ -50,15 +50,14 @@ MESSAGES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
-@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), json.dumps([TOOL["function"]])])
 @pytest.mark.parametrize("split", [False, True])
 def test_calls_and_answers_are_trained(
-    tmp_path: Path, template: str, as_text: bool, split: bool
+    tmp_path: Path, template: str, tools: Any, split: bool
 ) -> None:
     """As one conversation, and as prompt and completion; the schemas as a list or as JSON in text,
-    as some data sets keep them.
+    as some data sets keep them, and without what is around them, as LLaMA-Factory does.
     """
-    tools: Any = json.dumps([TOOL]) if as_text else [TOOL]
     row = (
         {"prompt": MESSAGES[:1], "completion": MESSAGES[1:], "tools": tools}
         if split

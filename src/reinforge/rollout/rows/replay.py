@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from reinforge.core.backend import State
 from reinforge.core.sample import Group, Row
+from reinforge.data.disk_rows import RowsById
 from reinforge.rollout.group_state import groups_from_state, groups_to_state
 from reinforge.rollout.staleness import StalenessPolicy, oldest_version
 
@@ -51,9 +52,9 @@ class ReplayBuffer:
     """
 
     def __init__(
-        self, rows: Iterable[Row], *, size: int, share: float, max_staleness: int, max_uses: int
+        self, rows: Sequence[Row], *, size: int, share: float, max_staleness: int, max_uses: int
     ):
-        self.rows: Mapping[str, Row] = {row.id: row for row in rows}
+        self.rows: Mapping[str, Row] = RowsById(rows)
         self.size = size
         self.share = share
         self.staleness = StalenessPolicy(max_staleness)
