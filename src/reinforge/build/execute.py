@@ -14,6 +14,7 @@ from reinforge.build.attempt import Attempt
 from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.factories import Factories
 from reinforge.build.given_model import save_given_tokenizer, with_given_model
+from reinforge.build.hub_run import continue_from_hub
 from reinforge.build.local import LocalFactories
 from reinforge.build.ranks import open_ranks
 from reinforge.build.trainer import build
@@ -43,6 +44,7 @@ def execute(
     """The run that the config describes: what it is when it opens, then its steps. Every step comes
     twice, open and done; what is thrown in ends the run.
     """
+    continue_from_hub(config, view)
     save_given_tokenizer(config, given)
     if config.cluster.kind == "ray":
         from reinforge.build.ray_run import run_on_ray

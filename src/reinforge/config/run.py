@@ -79,6 +79,18 @@ class LogConfig(Section):
     )
 
 
+class HubConfig(Section):
+    """A repository on the hub that holds the newest checkpoint of the run and its record."""
+
+    repo: str = Field(
+        description=(
+            "Hub id (org/name). Every checkpoint is pushed there; a run whose dir has none, or an"
+            " older one, goes on with it. Needs a token that may write (HF_TOKEN, or a login)."
+        )
+    )
+    private: bool = Field(True, description="Whether the repository is private, if it is new.")
+
+
 class RunConfig(Section):
     dir: str = Field(description="Everything the run writes goes here.")
     seed: int = Field(0, description="Every random draw of the run is a function of it.")
@@ -97,4 +109,5 @@ class RunConfig(Section):
         ),
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
+    hub: HubConfig | None = Field(None, description="Keep the run on the hub too.")
     log: LogConfig = LogConfig()

@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 # not in the stubs
 from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
 
+from reinforge.core.hub_trouble import endpoint
+
 ADDRESS_SECONDS = 2.0  # for one address of the hub: IPv6 may lead nowhere where IPv4 works
 PROBE_SECONDS = 6.0  # for the name and all its addresses
 FLAGS = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -47,14 +49,14 @@ def offline() -> str | None:
         return _switched[0]
     if os.environ.get(FLAGS[0], "").upper() in ("1", "ON", "YES", "TRUE"):
         return f"{FLAGS[0]} is set"
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    if not refused(_address(endpoint)):
+    hub = endpoint()
+    if not refused(_address(hub)):
         return None
     os.environ.update(dict.fromkeys(FLAGS, "1"))
     for module in READ_ON_IMPORT:
         if module in sys.modules:
             setattr(sys.modules[module], FLAGS[0], True)
-    _switched.append(f"the hub {endpoint} cannot be reached")
+    _switched.append(f"the hub {hub} cannot be reached")
     return _switched[0]
 
 

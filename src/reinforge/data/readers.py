@@ -20,6 +20,7 @@ from typing import Any
 
 from reinforge.core.errors import InputError
 from reinforge.core.hub import offline
+from reinforge.core.hub_trouble import gated, hub_trouble, not_there
 from reinforge.data import arithmetic, games
 
 Record = tuple[str, dict[str, Any]]
@@ -335,21 +336,39 @@ FILES: dict[str, Callable[[Path], Iterator[Record]]] = {
 def _hub(source: str, split: str, options: dict[str, Any]) -> Iterator[Record]:
     import datasets
 
-    offline()  # else it would try for a minute
+    why = offline()  # else it would try for a minute
     try:
         rows = datasets.load_dataset(source, split=split, **options)
     except (OSError, ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        raise InputError(
-            f"cannot load split {split!r} of this hub data set: {reason}",
-            where=f"data.source {source}",
-            fix=(
-                "Check the id, data.split, data.options and the network; offline, give a local"
-                " .jsonl or .parquet file."
-            ),
-        ) from None
+        raise _not_loaded(error, source, split, why) from None
     for i, row in enumerate(rows):
         yield f"{source} [{split}] row {i}", row
+
+
+def _not_loaded(error: Exception, source: str, split: str, offline: str | None) -> InputError:
+    where = f"data.source {source}"
+    if (trouble := _trouble_of_data_set(error, f"datasets/{source}")) is not None:
+        return InputError(trouble[0], where=where, fix=trouble[1])
+    reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+    return InputError(
+        f"cannot load split {split!r} of this hub data set"
+        + (f" ({offline})" if offline else "")
+        + f": {reason}",
+        where=where,
+        fix=(
+            "Check the id, data.split, data.options and the network; offline, give a local"
+            " .jsonl or .parquet file."
+        ),
+    )
+
+
+def _trouble_of_data_set(error: Exception, repo: str) -> tuple[str, str] | None:
+    """What the hub says no to. datasets raises an error of its own without the hub's behind it."""
+    from datasets.exceptions import DatasetNotFoundError
+
+    if isinstance(error, DatasetNotFoundError):
+        return gated(repo) if "gated" in str(error) else not_there(repo)
+    return hub_trouble(error, repo)
 
 
 def _reasoning_gym(task: str, options: dict[str, Any]) -> Iterator[Record]:

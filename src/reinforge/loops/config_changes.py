@@ -24,6 +24,7 @@ MAY_CHANGE = (
     "eval.",
     "run.log.",
     "run.checkpoint.",
+    "run.hub.",
     "run.resume",
     "run.dir",
     "run.max_seconds",

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from reinforge.checkpoint.crash_points import crash_point
+from reinforge.checkpoint.hub import HubRepository, HubSink
 from reinforge.checkpoint.lock import RunLock
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, ReinforgeError, Terminated
@@ -172,7 +173,7 @@ class Run:
         self.recorder = Recorder(
             self.dir,
             self.cfg.model_dump(mode="json"),
-            make_sinks(log.sinks, target),
+            [*make_sinks(log.sinks, target), *self._hub_sink()],
             offsets,
             steps=self.total,
             sink_failed=self._sink_failed,
@@ -181,6 +182,13 @@ class Run:
             self.health.observe(int(line.get("step", 0)), line)
         if self.prediction is not None:
             self.recorder.document("prediction.json", self.prediction)
+
+    def _hub_sink(self) -> list[HubSink]:
+        """What pushes checkpoints to the hub, where the run is to be there too."""
+        hub = self.cfg.run.hub
+        if hub is None:
+            return []
+        return [HubSink(self.dir, HubRepository(hub.repo, private=hub.private))]
 
     def _tell_changes(self, changes: Changes | None) -> None:
         """What the configuration of a resumed run has changed."""
@@ -483,8 +491,7 @@ class Run:
         with self.phase("checkpoint"):
             path = self.checkpointer.save(self.step, self._extra(), self.evaluator.best_step())
         self.recorder.event("checkpoint", step=self.step, path=path.name)
-        if self.cfg.run.log.artifacts == "checkpoints":
-            self.recorder.keep_checkpoint(path)
+        self.recorder.keep_checkpoint(path, self._keepers(self._artifacts == "checkpoints"))
         self.callbacks.save(self.control, path)
 
     # ---- signals ----
@@ -574,7 +581,7 @@ class Run:
             if self.recorder.sinks:
                 names = ", ".join(sink.sink.name for sink in self.recorder.sinks)
                 self.view.doing(f"handing over to {names}")
-            self.recorder.finish(values, keep=self.cfg.run.log.artifacts != "none")
+            self.recorder.finish(values, self._keepers(self._artifacts != "none"))
         finally:
             self.recorder.close(self._patience(error))
             self.view.stop()
@@ -590,7 +597,17 @@ class Run:
         """Seconds that the trackers have to take what is queued; None: as many as usual."""
         if isinstance(error, Terminated):
             return HURRIED_SECONDS
-        return UPLOAD_SECONDS if self.cfg.run.log.artifacts == "checkpoints" else None
+        uploads = self._artifacts == "checkpoints" or self.cfg.run.hub is not None
+        return UPLOAD_SECONDS if uploads else None
+
+    @property
+    def _artifacts(self) -> str:
+        return self.cfg.run.log.artifacts
+
+    def _keepers(self, trackers: bool) -> set[str]:
+        """Which sinks keep files of the run: the hub always, and `trackers` if they are to."""
+        names = {sink.sink.name for sink in self.recorder.sinks}
+        return names if trackers else names & {HubSink.name}
 
     def _describe_end(self, problem: Exception | None) -> str:
         """`problem`: what kept the report from being written."""

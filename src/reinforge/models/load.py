@@ -21,6 +21,7 @@ from reinforge.config.chat_templates import CHAT_TEMPLATES, fitting
 from reinforge.config.model import ModelConfig
 from reinforge.core.errors import InputError
 from reinforge.core.hub import unavailable
+from reinforge.core.hub_trouble import hub_trouble
 from reinforge.models import rope
 from reinforge.models.adapters import (
     add_adapter,
@@ -102,6 +103,8 @@ def _fetch(what: str, cfg: ModelConfig, load: Any, where: str = "model.path") ->
                 where=where,
                 fix=trust if where.startswith("model.") else "Use a model that transformers knows.",
             ) from error
+        if (trouble := hub_trouble(error, cfg.path)) is not None:
+            raise InputError(trouble[0], where=where, fix=trouble[1]) from error
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
             f"cannot load the {what} of {cfg.path!r}: {first}",

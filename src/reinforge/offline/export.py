@@ -13,6 +13,7 @@ from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.files import readable_as_usual
+from reinforge.core.hub_trouble import hub_error, hub_token
 from reinforge.data.chat import Renderer
 from reinforge.models.adapters import as_it_begins, merged
 from reinforge.models.causal import CausalModel
@@ -25,6 +26,8 @@ from reinforge.models.load import (
 from reinforge.models.save import writing
 from reinforge.models.scalar import ScalarModel
 from reinforge.offline.card import Form, card
+
+PUSH = "--push"
 
 
 def export(
@@ -52,7 +55,7 @@ def export(
             where="export",
             fix="Choose another directory, or empty it first.",
         )
-    token = hub_token() if push else None
+    token = hub_token(PUSH) if push else None  # before anything is written
     config = config_from_dict(
         json.loads((run / "config.json").read_text()), where=str(run / "config.json")
     )
@@ -151,24 +154,10 @@ def _known_base(module: Any, path: str) -> None:
         )
 
 
-def hub_token() -> str:
-    """The user's token for the hub; asked for before anything is written."""
-    from huggingface_hub import get_token
-
-    token = get_token()
-    if not token:
-        raise InputError(
-            "there is no token for the hub.",
-            where="--push",
-            fix="Set HF_TOKEN, or run `hf auth login`, with a token that may write.",
-        )
-    return token
-
-
 def upload(folder: Path, repo: str, token: str) -> None:
     """Puts the directory onto the hub, in a private repository if there is none of this name."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HFValidationError
 
     api = HfApi(token=token)
     try:
@@ -176,10 +165,11 @@ def upload(folder: Path, repo: str, token: str) -> None:
         api.upload_folder(
             repo_id=repo, folder_path=str(folder), commit_message="Exported with reinforge"
         )
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except (HFValidationError, OSError, RuntimeError, ValueError) as error:
+        complete = f"The export itself is complete in {folder}."
+        told = hub_error(error, repo, PUSH)
         raise InputError(
-            f"could not upload to {repo}: {first}",
-            where="--push",
-            fix=f"The export itself is complete in {folder}.",
+            f"could not upload to {repo}: {told.what}",
+            where=PUSH,
+            fix=f"{told.fix} {complete}" if told.fix else complete,
         ) from error

@@ -36,7 +36,14 @@ EVALUATION = "evaluation.json"
 WHOLE_BYTES = 64 << 20
 EDGE_BYTES = 1 << 20
 # leave what comes out as it is
-HARMLESS = ("run.dir", "run.resume", "run.log", "run.checkpoint.every", "run.checkpoint.keep")
+HARMLESS = (
+    "run.dir",
+    "run.resume",
+    "run.log",
+    "run.hub",
+    "run.checkpoint.every",
+    "run.checkpoint.keep",
+)
 # metrics of the machine
 CLOCKED = ("time/", "share/", "memory/", "tokens_per_second", "efficiency/", "time")
 

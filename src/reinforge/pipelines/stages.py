@@ -27,10 +27,11 @@ from reinforge.config.pipeline import Stage
 from reinforge.config.schema import Config
 from reinforge.core.aio import run_sync
 from reinforge.core.errors import InputError
+from reinforge.core.hub_trouble import hub_token
 from reinforge.core.sample import Group
 from reinforge.data.sources import fingerprint
 from reinforge.models.constraint_library import check as check_constraint
-from reinforge.offline.export import export, hub_token, upload
+from reinforge.offline.export import PUSH, export, upload
 from reinforge.offline.generate import generate_file, pairs_path
 from reinforge.offline.journal import LABELS, REQUEST, write_whole
 from reinforge.offline.labels import LabelOptions
@@ -217,7 +218,7 @@ def export_stage(stage: Stage, source: Stage, lineage: Sequence[str], again: boo
     """
     how = stage.export
     scores = trains_scores(source)
-    token = hub_token() if how.push else None
+    token = hub_token(PUSH) if how.push else None
     out = Path(how.out) if how.out else stage.dir / MODEL
     if out.exists() and not again and (out.is_file() or any(out.iterdir())):
         raise InputError(

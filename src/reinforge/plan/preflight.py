@@ -28,6 +28,7 @@ from reinforge.config.rules.check import doubts
 from reinforge.config.rules.machine import missing
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
+from reinforge.core.hub_trouble import hub_token
 from reinforge.data.readers import FILES, kind_of, size_of
 from reinforge.envs import names as env_names
 from reinforge.loops.config_changes import check_changes
@@ -108,6 +109,7 @@ def preflight(config: Config) -> PlanReport:
     for absent in missing(config):
         report.refuse(*absent)
     _check_run_dir(config, report)
+    _check_hub(config, report)
     if config.eval.every and not (config.data.eval.size or config.data.eval.source):
         report.refuse(
             "eval.every",
@@ -484,6 +486,23 @@ def _names_in(body: list[ast.stmt]) -> Iterable[str]:
             yield from _names_in([*node.body, *node.orelse])
 
 
+def _check_hub(config: Config, report: PlanReport) -> None:
+    """A run that is to be on the hub needs the name of a repository, and a token."""
+    where = "run.hub.repo"
+    if config.run.hub is None:
+        return
+    if not (HUB_ID.fullmatch(config.run.hub.repo) and "/" in config.run.hub.repo):
+        report.refuse(
+            where,
+            f"{config.run.hub.repo} is no name of a repository.",
+            "Write org/name, or your own name in place of org.",
+        )
+    try:
+        hub_token(where)
+    except InputError as error:
+        report.refuse(where, error.what, error.fix or "")
+
+
 def _check_run_dir(config: Config, report: PlanReport) -> None:
     path = Path(config.run.dir)
     resume = config.run.resume
@@ -513,7 +532,7 @@ def _check_run_dir(config: Config, report: PlanReport) -> None:
                 f"{path} already holds a run with checkpoints.",
                 "Choose another run.dir, or run.resume=auto to continue it.",
             )
-        elif not has_run and resume == "must":
+        elif not has_run and resume == "must" and config.run.hub is None:
             report.refuse(
                 "run.resume",
                 f"{path} holds no checkpoint to continue from.",
@@ -529,7 +548,7 @@ def _check_run_dir(config: Config, report: PlanReport) -> None:
                 f"{path} is not empty and is not a run.",
                 "Its files stay, the run's come beside them.",
             )
-    elif resume == "must":
+    elif resume == "must" and config.run.hub is None:
         report.refuse(
             "run.resume",
             f"{path} does not exist: there is nothing to continue.",

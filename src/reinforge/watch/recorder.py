@@ -17,7 +17,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -236,17 +236,18 @@ class Recorder:
         self.event("sink_failed", sink=name, error=error)
         self._told_of_sinks(name, error)
 
-    def keep_checkpoint(self, folder: Path) -> None:
-        """Hands the trackers a checkpoint, which may be removed while they take it."""
+    def keep_checkpoint(self, folder: Path, keepers: Container[str]) -> None:
+        """Hands the sinks of these names a checkpoint, which may be removed while they take it."""
         for sink in self.sinks:
-            sink.keep_folder("checkpoint", folder, self.run_dir / HANDOVER)
+            if sink.sink.name in keepers:
+                sink.keep_folder("checkpoint", folder, self.run_dir / HANDOVER)
 
-    def finish(self, summary: Mapping[str, Any], *, keep: bool = False) -> None:
-        """Hands the trackers the summary of the run, and, if they are to keep them, its files."""
+    def finish(self, summary: Mapping[str, Any], keepers: Container[str] = ()) -> None:
+        """Hands the sinks the summary of the run, and those of these names its files."""
         files = [self.run_dir / name for name in RECORD if (self.run_dir / name).exists()]
         for sink in self.sinks:
             sink.finish(summary)
-            if keep:
+            if sink.sink.name in keepers:
                 sink.keep("record", files)
 
     def close(self, seconds: float | None = None) -> None:

@@ -227,6 +227,21 @@ def test_preflight_on_models_and_run_directories(model: Path, rows: Path, tmp_pa
     )
 
 
+def test_preflight_on_a_run_on_the_hub(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert "run.hub.repo: there is no token for the hub. Set HF_TOKEN" in only_error(
+        make(model, rows, tmp_path, "run.hub.repo=me/run")
+    )
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_mine")
+    # what is to be continued may be there
+    assert preflight(make(model, rows, tmp_path, "run.hub.repo=me/run", "run.resume=must")).ok
+    assert "run.hub.repo: run is no name of a repository. Write org/name" in only_error(
+        make(model, rows, tmp_path, "run.hub.repo=run")
+    )
+
+
 @pytest.mark.parametrize(
     ("recipe", "key", "making"),
     [

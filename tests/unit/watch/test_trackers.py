@@ -70,11 +70,11 @@ for step in (3, 4) if resumed else (1, 2, 3):
     if step in (1, 3):
         recorder.samples(step, [group], 2, training=training)
 recorder.samples(step, [group], 1, evaluation=True)
-recorder.keep_checkpoint(checkpoint)
+recorder.keep_checkpoint(checkpoint, {name})
 shutil.rmtree(checkpoint)  # as if it had been pruned
 (folder / "report.html").write_text("<p>the report</p>")
 end = {"status": "finished", "steps": step, "metrics": {"reward/mean": 0.75}, "troubles": []}
-recorder.finish(end, keep=True)
+recorder.finish(end, {name})
 recorder.close()
 assert not (folder / ".handover").exists()
 """
