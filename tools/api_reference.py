@@ -13,7 +13,7 @@ import reinforge
 
 CHAPTERS = {
     "Training": ["train", "Trainer", "RunStep", "RunResult", "Callback", "RunControl"],
-    "With a model": ["generate", "evaluate", "score", "chat"],
+    "With a model": ["generate", "evaluate", "benchmark", "BenchmarkResult", "score", "chat"],
     "Configurations": ["load_config", "Config"],
     "Data": ["Row", "Sample", "Group", "Sampling"],
     "Errors": ["InputError"],

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from reinforge.version import __version__
 
 if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` brings the same
-    from reinforge.api import Trainer, chat, evaluate, generate, score, train
+    from reinforge.api import Trainer, benchmark, chat, evaluate, generate, score, train
     from reinforge.build.result import RunResult
     from reinforge.config.load import load_config
     from reinforge.config.schema import Config
     from reinforge.core.engine import Sampling
     from reinforge.core.errors import InputError
     from reinforge.core.sample import Group, Row, Sample
+    from reinforge.evals.benchmarks.result import BenchmarkResult
     from reinforge.loops.callbacks import Callback
     from reinforge.loops.control import RunControl
     from reinforge.loops.open_step import RunStep
@@ -30,6 +31,8 @@ _PUBLIC = {
     "Callback": "reinforge.loops.callbacks:Callback",
     "RunControl": "reinforge.loops.control:RunControl",
     "evaluate": "reinforge.api:evaluate",
+    "benchmark": "reinforge.api:benchmark",
+    "BenchmarkResult": "reinforge.evals.benchmarks.result:BenchmarkResult",
     "generate": "reinforge.api:generate",
     "score": "reinforge.api:score",
     "chat": "reinforge.api:chat",
@@ -50,6 +53,8 @@ __all__ = [
     "Callback",
     "RunControl",
     "evaluate",
+    "benchmark",
+    "BenchmarkResult",
     "generate",
     "score",
     "chat",

@@ -40,6 +40,8 @@ from reinforge.config.strict import parse
 from reinforge.core.aio import run_sync
 from reinforge.core.errors import InputError
 from reinforge.data.objects import rows_of
+from reinforge.evals.benchmarks.rows import GivenRows, read_rows
+from reinforge.evals.benchmarks.table import preset_of
 from reinforge.pipelines.run import run_pipeline
 from reinforge.rewards.build import GivenRewards, describe_rewards
 from reinforge.rewards.load import name_of_given
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from reinforge.core.row import Row
+    from reinforge.engines.openai import OpenAIServer
+    from reinforge.evals.benchmarks.result import BenchmarkResult
     from reinforge.loops.callbacks import GivenCallbacks
     from reinforge.offline.conversation import Conversation
 
@@ -460,6 +464,89 @@ def evaluate(
     from reinforge.offline.evaluate import evaluate_saved
 
     return evaluate_saved(Path(config_or_run), overrides, checkpoint)
+
+
+def benchmark(
+    model: str | Path,
+    tasks: str | Sequence[str],
+    *,
+    rows: GivenRows | Mapping[str, GivenRows] | None = None,
+    shots: GivenRows | Mapping[str, GivenRows] | None = None,
+    out: str | Path | None = None,
+    limit: int | None = None,
+    fewshot: int | None = None,
+    chat: bool | None = None,
+    n: int = 1,
+    temperature: float | None = None,
+    top_p: float = 1.0,
+    max_new_tokens: int | None = None,
+    seed: int = 0,
+    adapter: str | None = None,
+    checkpoint: str = "latest",
+    server: str | OpenAIServer | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, BenchmarkResult]:
+    """What a model scores on known benchmarks (gsm8k, math, mmlu, ifeval, humaneval), by task: the
+    metrics with 95% intervals, and a record of every answer with its verdict and why.
+
+    `model` is a run directory (its newest checkpoint, or `checkpoint`), a directory, a hub id, a
+    GGUF file, or a name of your own for the model of `server`. `rows`: a file with the columns of
+    the original data set, a directory of such files, a hub id, or the rows themselves; for several
+    tasks by task; default: the hub. `shots` likewise for the examples of few-shot prompts. `chat`:
+    ask in a conversation, by default where the model has a chat template, else with a plain
+    few-shot prompt. `n` answers to each row give pass@n. With `out`, a directory, records and
+    results are written there, and what was answered before a kill is not asked again. `progress` is
+    told the task, how many rows are done and how many there are.
+    """
+    names = [tasks] if isinstance(tasks, str) else list(dict.fromkeys(tasks))
+    presets = {name: preset_of(name) for name in names}
+    given = _by_task(rows, names, "rows")
+    read = {name: read_rows(preset, given.get(name), limit) for name, preset in presets.items()}
+    # what is wrong with rows is told before torch is imported
+    from reinforge.engines.openai import OpenAIServer
+    from reinforge.offline.benchmark import run_benchmarks
+
+    with TemporaryDirectory() as folder:
+        return run_sync(
+            run_benchmarks(
+                str(model),
+                read,
+                Path(out) if out is not None else Path(folder),
+                shots=_by_task(shots, names, "shots"),
+                fewshot=fewshot,
+                chat=chat,
+                n=n,
+                temperature=temperature,
+                top_p=top_p,
+                max_new_tokens=max_new_tokens,
+                seed=seed,
+                adapter=adapter,
+                checkpoint=checkpoint,
+                server=OpenAIServer(server) if isinstance(server, str) else server,
+                progress=progress,
+            )
+        )
+
+
+def _by_task(given: Any, tasks: Sequence[str], name: str) -> dict[str, GivenRows]:
+    """What was given for single tasks, or for all: a directory, or the rows of the only one."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        if odd := [task for task in given if task not in tasks]:
+            raise InputError(
+                f"{odd[0]!r} is no task of this call.",
+                where=name,
+                fix=f"The tasks are: {', '.join(tasks)}.",
+            )
+        return dict(given)
+    if len(tasks) > 1 and not (isinstance(given, str | Path) and Path(given).expanduser().is_dir()):
+        raise InputError(
+            f"there are {len(tasks)} tasks, and one file for all of them.",
+            where=name,
+            fix=f"Say whose rows these are ({tasks[0]}), or give a directory with a file for each.",
+        )
+    return dict.fromkeys(tasks, given)
 
 
 def generate(

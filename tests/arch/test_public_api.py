@@ -16,6 +16,7 @@ import reinforge
 from helpers.source_tree import ROOT, SRC
 
 PUBLIC = [
+    "BenchmarkResult",
     "Callback",
     "Config",
     "Group",
@@ -28,6 +29,7 @@ PUBLIC = [
     "Sampling",
     "Trainer",
     "__version__",
+    "benchmark",
     "chat",
     "evaluate",
     "generate",

@@ -99,20 +99,26 @@ def open_model(
     """A model from a run directory (its newest checkpoint), a directory, a hub id or a
     GGUF file.
     """
+    described, on_top, config = parts_of(source, adapter)
+    model = load_model(described, on_top)
+    if config is not None:
+        load_weights(model, Path(source), checkpoint)
+    return model, config
+
+
+def parts_of(
+    source: str, adapter: str | None = None
+) -> tuple[ModelConfig, AdapterConfig | None, Config | None]:
+    """What `open_model` loads: the model, the adapter on it, and of a run its configuration."""
     if is_run(Path(source)):
-        config, run_dir = config_of(Path(source))
-        assert run_dir is not None
-        model = load_model(config.model, config.adapter)
-        load_weights(model, run_dir, checkpoint)
-        return model, config
+        config, _ = config_of(Path(source))
+        return config.model, config.adapter, config
     base, own = base_of(source) if adapter is None else (source, None)
     tokenizer = own if own is not None and (Path(own) / "tokenizer_config.json").is_file() else None
     on_top = adapter or own
     return (
-        load_model(
-            ModelConfig(path=base, tokenizer=tokenizer),
-            AdapterConfig(path=on_top) if on_top else None,
-        ),
+        ModelConfig(path=base, tokenizer=tokenizer),
+        AdapterConfig(path=on_top) if on_top else None,
         None,
     )
 

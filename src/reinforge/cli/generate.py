@@ -10,6 +10,16 @@ from typing import Annotated, Any, Literal
 import typer
 
 from reinforge.cli.arguments import Temperature, TopP
+from reinforge.cli.server_options import (
+    A_SERVER,
+    KEY,
+    ApiKeyEnv,
+    ModelName,
+    Parallel,
+    Rate,
+    ServerUrl,
+    server_of,
+)
 from reinforge.cli.structured import Grammar, JsonObject, JsonSchema, Regex, constraint_of
 from reinforge.config.load import load_config
 from reinforge.config.schema import Config
@@ -40,10 +50,8 @@ Prompts = Annotated[
         ),
     ),
 ]
-KEY = "REINFORGE_API_KEY"
 # groups of options on the help page: each is laid out by itself, so that a long name in one does
 # not take the room of the others
-A_SERVER = "Ask a server instead"
 LABELS = "Labels and preference pairs"
 
 
@@ -74,41 +82,11 @@ def generate(
     json_schema: JsonSchema = None,
     json_object: JsonObject = False,
     grammar: Grammar = None,
-    server: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=A_SERVER,
-            help="Ask this OpenAI-compatible server instead, e.g. http://127.0.0.1:8000/v1.",
-        ),
-    ] = None,
-    model_name: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=A_SERVER, help="The server's name for the model; default: its only one."
-        ),
-    ] = None,
-    api_key_env: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=A_SERVER,
-            help="The environment variable with the server's and the judge's key.",
-        ),
-    ] = KEY,
-    parallel: Annotated[
-        int,
-        typer.Option(
-            metavar="N", rich_help_panel=A_SERVER, help="Requests to a server at once.", min=1
-        ),
-    ] = 16,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel=A_SERVER,
-            help="Requests to a server per minute, at most.",
-            min=0.001,
-        ),
-    ] = None,
+    server: ServerUrl = None,
+    model_name: ModelName = None,
+    api_key_env: ApiKeyEnv = KEY,
+    parallel: Parallel = 16,
+    rate: Rate = None,
     raw: Annotated[
         bool,
         typer.Option(
@@ -215,10 +193,8 @@ def generate(
             check_constraint(*form)
     key = os.environ.get(api_key_env) or None
     if server is not None:
-        from reinforge.engines.openai import OpenAIServer
-
         more |= {
-            "server": OpenAIServer(server, model_name, key, parallel, rate),
+            "server": server_of(server, model_name, api_key_env, parallel, rate),
             "raw": raw,
             "logprobs": logprobs,
             "token_ids": token_ids,

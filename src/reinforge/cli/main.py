@@ -28,6 +28,7 @@ SLOW = (
     "plan",
     "demo",
     "eval",
+    "benchmark",
     "generate",
     "chat",
     "serve",
@@ -83,6 +84,10 @@ class ReinforgeCommands(LazyGroup):
         "eval": CommandEntry(
             "reinforge.cli.model:evaluate",
             "Measure a model on held-out rows, or on tasks of lm-evaluation-harness.",
+        ),
+        "benchmark": CommandEntry(
+            "reinforge.cli.benchmark:benchmark",
+            "Measure a model on known benchmarks: gsm8k, math, mmlu, ifeval, humaneval.",
         ),
         "chat": CommandEntry(
             "reinforge.cli.model:chat",

@@ -1,20 +1,17 @@
 """lm-evaluation-harness (`pip install 'reinforge[lm-eval]'`) on our own forward and engine: its
 tasks, prompts and metrics, our numbers.
 
-Log-likelihoods go through the packed forward that training uses: requests with the same context
-(the options of a question) share it, so that it is computed once. `generate_until` is the native
-engine. The only file that imports lm_eval.
+Log-likelihoods are those of `loglikelihood.py`, `generate_until` is the native engine. The only
+file that imports lm_eval.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -22,21 +19,17 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from reinforge.core.batch import Batch, pack
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.errors import InputError
-from reinforge.core.sample import Sample
 from reinforge.core.seeds import seed_of
 from reinforge.data.templates import Template
 from reinforge.engines.native import NativeEngine
+from reinforge.evals.loglikelihood import Scored, score_continuations
 from reinforge.models.causal import CausalModel
-from reinforge.models.head import chunk_rows
 from reinforge.models.load import stop_tokens
 
-BUDGET = {"cuda": 32768, "cpu": 4096}  # tokens of a pack; there is no backward
 NEW_TOKENS = 256  # where a task does not say: the harness's own default
 KNOWN = {"do_sample", "temperature", "until", "max_gen_toks", "top_p", "top_k", "min_p"}
-Scored = tuple[float, bool]  # sum of log-probs, and whether greedy decoding would have written it
 
 
 class NativeLM(TemplateLM):
@@ -96,49 +89,8 @@ class NativeLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[Scored]:
-        samples = [
-            self._sample(i, context, continuation)
-            for i, (_, context, continuation) in enumerate(requests)
-        ]
-        found: dict[str, Scored] = {}
-        for batch in pack(samples, BUDGET.get(self.model.device.type, BUDGET["cpu"]), share=True):
-            found |= self._score(batch)
-        return [found[sample.uid] for sample in samples]
-
-    def _sample(self, i: int, context: list[int], continuation: list[int]) -> Sample:
-        """A row whose trained tokens are the continuation; from the left as much as the model can
-        read.
-        """
-        tokens = (context + continuation)[-self.max_length :]
-        group = hashlib.blake2b(repr(context).encode(), digest_size=12).hexdigest()
-        trained = [t >= len(tokens) - len(continuation) for t in range(len(tokens))]
-        return Sample.from_tokens(str(i), tokens, trained, group=group)
-
-    @torch.no_grad()
-    def _score(self, batch: Batch) -> dict[str, Scored]:
-        """Every sample's sum of log-probs (float64) and whether each of its tokens is the
-        likeliest.
-        """
-        count = len(batch.samples)
-        sums = torch.zeros(count, dtype=torch.float64)
-        right = torch.ones(count, dtype=torch.bool)
-        if batch.n_trained:
-            moved = batch.to(self.model.device)
-            rows = self.model.states(moved).index_select(0, moved.sources)
-            targets = moved.tokens[moved.targets]
-            size = chunk_rows(len(rows), self.model.head.weight.shape[0], rows.device)
-            own = []
-            best = []
-            for hidden, target in zip(rows.split(size), targets.split(size), strict=True):
-                logp = self.model.logits(hidden).log_softmax(-1)
-                own.append(logp.gather(-1, target[:, None])[:, 0])
-                best.append(logp.argmax(-1) == target)
-            sums.index_add_(0, batch.sequence, torch.cat(own).double().cpu())
-            right[batch.sequence[~torch.cat(best).cpu()]] = False
-        return {
-            s.uid: (float(total), bool(all_right))
-            for s, total, all_right in zip(batch.samples, sums, right, strict=True)
-        }
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        return score_continuations(self.model, pairs, longest=self.max_length)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False

@@ -8,7 +8,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,11 +44,18 @@ class CompletionSource(Protocol):
 class NativeSource:
     """Completions of a model in this process, for `reinforge generate`."""
 
-    def __init__(self, name: str, data: DataConfig, config: Config | None, adapter: str | None):
+    def __init__(
+        self,
+        name: str,
+        data: DataConfig,
+        config: Config | None,
+        adapter: str | None,
+        checkpoint: str = "latest",
+    ):
         if config is not None and not is_run(Path(name)):
             self.model = load_model(config.model, AdapterConfig(path=adapter) if adapter else None)
         else:
-            self.model = open_model(name, adapter=adapter)[0]
+            self.model = open_model(name, adapter=adapter, checkpoint=checkpoint)[0]
         self.renderer = Renderer(self.model.tokenizer, data)
         self.engine = NativeEngine(
             self.model,
@@ -56,7 +63,7 @@ class NativeSource:
             context=self.model.context,
             longest=self.model.context,
         )
-        self.identity = [name, _weights(name), adapter, data.chat]
+        self.identity = [name, _weights(name, checkpoint), adapter, data.chat]
 
     async def complete(self, row: Row, sampling: Sampling, *, key: int, n: int) -> list[Line]:
         made = await self.engine.generate(self.renderer.prompt(row), sampling, key=key, n=n)
@@ -69,6 +76,22 @@ class NativeSource:
             }
             for c in made
         ]
+
+    def room(self, row: Row) -> int | None:
+        """How many tokens the model's context leaves for an answer; None: as many as one likes."""
+        if self.engine.context is None:
+            return None
+        return self.engine.context - len(self.renderer.prompt(row))
+
+    def continued(self, row: Row, text: str) -> tuple[list[int], list[int]]:
+        """Ids of a text prompt and of what follows it: tokenised together where that leaves the
+        prompt's ids alone, otherwise apart.
+        """
+        prompt = self.renderer.prompt(row)
+        joint = self.renderer.prompt(replace(row, prompt=f"{row.prompt}{text}"))
+        if joint[: len(prompt)] != prompt:
+            return prompt, self.renderer.template.plain(text)
+        return prompt, joint[len(prompt) :]
 
 
 class ServerSource:
@@ -222,13 +245,13 @@ def data_of(prompts: Path | str | None, config: Config | None) -> DataConfig:
     )
 
 
-def _weights(name: str) -> Any:
-    """What tells one version of the weights from another: of a run its newest checkpoint, of a path
-    when its files changed.
+def _weights(name: str, checkpoint: str) -> Any:
+    """What tells one version of the weights from another: of a run its checkpoint, of a path when
+    its files changed.
     """
     path = Path(name)
     if is_run(path):
-        return checkpoint_of(path, "latest").name
+        return checkpoint_of(path, checkpoint).name
     files: Sequence[Path] = (
         sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
     )

@@ -55,6 +55,12 @@ def extract(completion: str) -> str:
     >>> extract("Try this:\\n```python\\nprint(1)\\n```\\nDone.")
     'print(1)'
     """
+    blocks = fenced(completion)
+    return blocks[-1] if blocks else completion
+
+
+def fenced(completion: str) -> list[str]:
+    """All fenced blocks; the last may be open."""
     blocks: list[list[str]] = []
     inside = False
     for line in completion.splitlines():
@@ -64,7 +70,7 @@ def extract(completion: str) -> str:
                 blocks.append([])
         elif inside:
             blocks[-1].append(line)
-    return "\n".join(blocks[-1]) if blocks else completion
+    return ["\n".join(block) for block in blocks]
 
 
 @dataclass(frozen=True, slots=True)
