@@ -9,6 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -32,12 +33,52 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (14, 2)])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (0, 3.0)])
 def test_paged_decode(size: int, heads: int, kv_heads: int, window: int, softcap: float) -> None:
+    compare_with_torch(size, heads, kv_heads, window, softcap, [0, 1, 15, 16, 33, 100], 16)
+
+
+@pytest.mark.parametrize("size", [64, 128, 96])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (14, 2)])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (70, 3.0)])
+def test_blocks_with_room_for_whole_tiles(
+    size: int, heads: int, kv_heads: int, window: int, softcap: float
+) -> None:
+    compare_with_torch(size, heads, kv_heads, window, softcap, [0, 63, 64, 65, 130, 300], 64)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_tiles_that_come_by_a_descriptor(
+    block: int, softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Narrow heads of many rows; the interpreter is too slow for many."""
+    from reinforge.models.kernels import paged_attention
+
+    made = []
+    descriptors = paged_attention.descriptors
+
+    def heard(*asked: Any) -> Any:
+        made.append(descriptors(*asked))
+        return made[-1]
+
+    monkeypatch.setattr(paged_attention, "descriptors", heard)
+    monkeypatch.setattr(paged_attention, "MULTIPROCESSORS", 12)
+    compare_with_torch(64, 14, 2, 0, softcap, [0, 63, 64, 65, 130, 300], block)
+    assert None not in made and len(made) == 1
+
+
+def compare_with_torch(
+    size: int,
+    heads: int,
+    kv_heads: int,
+    window: int,
+    softcap: float,
+    lengths: list[int],
+    block: int,
+) -> None:
     from reinforge.models.kernels.paged_attention import paged_decode
 
     torch.manual_seed(0)
-    lengths = [0, 1, 15, 16, 33, 100]
-    width = 8
-    block = 16
+    width = max(lengths) // block + 2
     cache = KVCache.allocate(
         [(kv_heads, size)], len(lengths) * width, block, torch.float32, torch.device(DEVICE)
     )
@@ -67,12 +108,12 @@ def test_paged_decode(size: int, heads: int, kv_heads: int, window: int, softcap
 
 
 def paged(
-    lengths: list[int], kv_heads: int, size: int, width: int
+    lengths: list[int], kv_heads: int, size: int, width: int, block: int = 16
 ) -> tuple[KVCache, torch.Tensor, torch.Tensor]:
     """A cache of random numbers, block tables and lengths."""
     rows = len(lengths)
     cache = KVCache.allocate(
-        [(kv_heads, size)], rows * width, 16, torch.float32, torch.device(DEVICE)
+        [(kv_heads, size)], rows * width, block, torch.float32, torch.device(DEVICE)
     )
     for part in (cache.keys[0], cache.values[0]):
         part.normal_()
@@ -89,7 +130,9 @@ def attended_in_torch(
     v: torch.Tensor,
     rope: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, KVCache]:
-    wide = KVCache([cache.keys[0].double().cpu()], [cache.values[0].double().cpu()], 16)
+    wide = KVCache(
+        [cache.keys[0].double().cpu()], [cache.values[0].double().cpu()], cache.block_size
+    )
     turned = None if rope is None else (rope[0].double().cpu(), rope[1].double().cpu())
     q, k, v = (x.double().cpu() for x in (q, k, v))
     layout = PagedLayout(wide, tables.cpu(), cached.cpu())
@@ -97,15 +140,19 @@ def attended_in_torch(
 
 
 @pytest.mark.parametrize("lengths", [[0, 700, 64, 1030], [5, 2000]])
-@pytest.mark.parametrize("turned", [False, True])
-def test_long_contexts_are_shared_among_programs(lengths: list[int], turned: bool) -> None:
+@pytest.mark.parametrize(
+    ("turned", "size", "block"), [(False, 32, 16), (True, 32, 16), (True, 64, 64)]
+)
+def test_long_contexts_are_shared_among_programs(
+    lengths: list[int], turned: bool, size: int, block: int
+) -> None:
     """Parts of the keys are attended by programs of their own, and joined."""
     from reinforge.models.kernels.paged_attention import paged_decode
 
     torch.manual_seed(1)
-    cache, tables, cached = paged(lengths, 2, 32, 130)
-    q, k, v = (torch.randn(len(lengths), n, 32, device=DEVICE) for n in (6, 2, 2))
-    angles = torch.randn(2001, 32, device=DEVICE)  # of every position
+    cache, tables, cached = paged(lengths, 2, size, 2080 // block, block)
+    q, k, v = (torch.randn(len(lengths), n, size, device=DEVICE) for n in (6, 2, 2))
+    angles = torch.randn(2001, size, device=DEVICE)  # of every position
     rope = (angles.cos(), angles.sin()) if turned else None
     want, wide = attended_in_torch(cache, tables, cached, q, k, v, rope)
     got = paged_decode(

@@ -222,7 +222,7 @@ def test_the_cache_takes_what_is_free_and_learns_that_it_may_stay() -> None:
     assert memory is not None
     share = DeviceShare(memory_model.moment_bytes(facts_of(model)))
     engine = NativeEngine(model, max_batch=64, share=share)
-    size = engine.blocks * 16 * memory_model.kv_token_bytes(facts_of(model))
+    size = engine.blocks * engine.block * memory_model.kv_token_bytes(facts_of(model))
     assert 0.8 * memory.free < size < 0.9 * memory.free
 
     async def rollouts(key: int) -> list[Completion]:

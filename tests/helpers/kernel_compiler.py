@@ -14,6 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from reinforge.core.kv_pool import GPU_BLOCK
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have there
@@ -48,6 +51,9 @@ class KernelCompiler:
             if parameter.is_constexpr:
                 kinds[parameter.name] = "constexpr"
                 constants[parameter.name] = value
+            elif isinstance(value, TensorDescriptor):
+                shape = ",".join(map(str, value.block_shape))
+                kinds[parameter.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}[{shape}]>"
             elif isinstance(value, torch.Tensor):
                 kinds[parameter.name] = TYPES[value.dtype]
                 known[(i,)] = [["tt.divisibility", 16]]
@@ -69,7 +75,7 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
     from reinforge.models.kernels import common, draw, fp8, layer, paged_attention
 
     JITFunction.run = lambda self, *args, **kwargs: compiler.launch(self, *args, **kwargs)
-    common.EARLY = True  # as on a GPU
+    common.EARLY = paged_attention.HAS_TMA = True  # as on a GPU
     half = torch.bfloat16
     for rows, heads, kv_heads, size, width in ((4, 28, 4, 128, 3584), (320, 14, 2, 64, 896)):
         x = torch.zeros(rows, width, dtype=half)
@@ -92,7 +98,7 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
         layer.add_low_rank(x, torch.zeros(rows, 16), torch.zeros(width, 16), 2.0)
         q, k = (torch.zeros(rows, n, size, dtype=half) for n in (heads, kv_heads))
         layer.head_norm(q, x[0, :size], 1e-6)
-        cache = torch.zeros(4, 16, kv_heads, size, dtype=half)
+        cache = torch.zeros(4, GPU_BLOCK, kv_heads, size, dtype=half)
         tables = torch.zeros(rows, 128, dtype=torch.int64)
         cached = torch.zeros(rows, dtype=torch.int64)
         turn = torch.zeros(rows, size, dtype=half)
@@ -124,7 +130,7 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
                 0.0,
                 parts=parts,
                 rope=(turn, turn),
-                scales=(torch.zeros(4, kv_heads, 16),) * 2,
+                scales=(torch.zeros(4, kv_heads, GPU_BLOCK),) * 2,
             )
         paged_attention.paged_decode(q, k, k, cache, cache, tables, cached, 0.1, 64, 30.0)
         done = torch.zeros(rows, dtype=torch.bool)
@@ -148,17 +154,17 @@ def compile_exact_kernels(compiler: KernelCompiler) -> None:
         joint = torch.zeros(rows, heads + 2 * kv_heads, size, dtype=half)
         q, k, v = joint.split([heads, kv_heads, kv_heads], 1)
         exact_layer.add_norm(q, None, x[0, :size], 1e-6)
-        cache = torch.zeros(4, 16, kv_heads, size, dtype=half)
+        cache = torch.zeros(4, GPU_BLOCK, kv_heads, size, dtype=half)
         tables = torch.zeros(rows, 128, dtype=torch.int64)
         cached = torch.zeros(rows, dtype=torch.int64)
         turn = torch.zeros(rows, size, dtype=half)
         paged_attention.rotate_and_store(q, k, v, cache, cache, tables, cached, (turn, turn))
         plan = exact_tiles.plan_paged(cached)
         keys = cache.view(-1, kv_heads, size)
-        exact.attend(q, keys, keys, plan, tables, 16, 0.1, 0, 0.0)
+        exact.attend(q, keys, keys, plan, tables, GPU_BLOCK, 0.1, 0, 0.0)
         new = exact.NewKeys(k, v, turn, turn)
-        exact.attend(q, keys, keys, plan, tables, 16, 0.1, 0, 0.0, new)
-        exact.attend(q, keys, keys, plan, tables, 16, 0.1, 0, 0.0, new, parts=8)
+        exact.attend(q, keys, keys, plan, tables, GPU_BLOCK, 0.1, 0, 0.0, new)
+        exact.attend(q, keys, keys, plan, tables, GPU_BLOCK, 0.1, 0, 0.0, new, parts=8)
         exact.attend(q, k, v, plan, None, 1, 0.1, 64, 30.0)
 
 

@@ -11,9 +11,9 @@ key/value heads x head size, V vocabulary, b bytes per element of the module.
 from __future__ import annotations
 
 from reinforge.core.kv_pool import (
-    BLOCK,
     HOST,
     DeviceShare,
+    block_tokens,
     gpu_room,
     logit_bytes,
     pool_blocks,
@@ -164,9 +164,12 @@ def kv_pool_bytes(
     """What the native engine takes for its cache on a GPU where `free` are free, or on a CPU
     (None).
     """
-    unit = kv_token_bytes(f, fp8) * BLOCK
+    block = block_tokens("cpu" if free is None else "cuda")
+    unit = kv_token_bytes(f, fp8) * block
     room = HOST if free is None else gpu_room(f, free, max_batch, share or DeviceShare())
-    return pool_blocks(unit, room, rows=max_batch, longest=longest, kv_gib=kv_gib) * unit
+    return (
+        pool_blocks(unit, room, rows=max_batch, longest=longest, kv_gib=kv_gib, block=block) * unit
+    )
 
 
 def training(

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from reinforge.core.model_facts import FLOAT, ModelFacts
 
-BLOCK = 16  # tokens
+# tokens of a block: on a GPU a tile of keys that one instruction fetches
+BLOCK = 16
+GPU_BLOCK = 64
 LEAST = 8  # blocks
 PREFILL_TOKENS = 16384  # packed prompt tokens per forward
 HOST = int(0.8 * 2**30)  # bytes on a CPU, whose memory is not what training runs short of
@@ -22,6 +24,11 @@ KEEP = 1 / 12
 # a larger one stays where training leaves this share of the GPU free beside it: a graph that is
 # captured later cannot have what torch's allocator holds
 SPARE = 0.05
+
+
+def block_tokens(device: str) -> int:
+    """Tokens of a block on such a device."""
+    return GPU_BLOCK if device == "cuda" else BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,13 @@ def gpu_room(f: ModelFacts, free: int, rows: int, share: DeviceShare) -> int:
 
 
 def pool_blocks(
-    block_bytes: int, room: int, *, rows: int, longest: int | None, kv_gib: float | None = None
+    block_bytes: int,
+    room: int,
+    *,
+    rows: int,
+    longest: int | None,
+    kv_gib: float | None = None,
+    block: int = BLOCK,
 ) -> int:
     """Blocks of the cache: as configured, or as many as have room, at most those that `rows` of the
     longest sequences fill.
@@ -64,7 +77,7 @@ def pool_blocks(
     most = max(LEAST, room // block_bytes)
     if not longest:
         return most
-    return min(most, max(LEAST, rows * -(-longest // BLOCK)))
+    return min(most, max(LEAST, rows * -(-longest // block)))
 
 
 def stays(pool: int, whole: int, beside: int | None) -> bool:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from reinforge.core.errors import InputError
+from reinforge.core.kv_pool import block_tokens
 from reinforge.models import exact_attention
 from reinforge.models.attention import KVCache, PackedLayout, PagedLayout, starts_of
 from reinforge.models.causal import CausalModel
 
-BLOCK = 16
 # tokens; a long one crosses a tile of keys, and its last ones are decoded
 LONG = 70
 SHORT = 5
@@ -86,18 +86,19 @@ def _decoded(model: CausalModel, tokens: Tensor) -> Tensor:
     done = len(tokens) - DECODED
     listening = _KeyRecorder(PackedLayout([done], starts_of([done], device)))
     model.hidden(tokens[:done], torch.arange(done, device=device), listening)
-    width = -(-len(tokens) // BLOCK)
+    block = block_tokens(device.type)
+    width = -(-len(tokens) // block)
     cache = KVCache.allocate(
         [(k.shape[1], k.shape[2]) for k, _ in listening.kept.values()],
         2 * width,
-        BLOCK,
+        block,
         model.dtype,
         device,
     )
     tables = torch.arange(2 * width - 1, -1, -1, device=device).view(2, width)
     at = torch.arange(done, device=device)
     for layer, (k, v) in enumerate(listening.kept.values()):
-        cache.write(layer, tables[0][at // BLOCK] * BLOCK + at % BLOCK, k, v)
+        cache.write(layer, tables[0][at // block] * block + at % block, k, v)
     rows = []
     for i in range(done, len(tokens)):
         cached = torch.tensor([i, i - done], device=device)

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from reinforge.core.kv_pool import block_tokens
 from reinforge.models import decode_ops, exact_ops, fp8_layers
 from reinforge.models.attention import KVCache, PagedLayout
 from reinforge.models.causal import CausalModel
@@ -248,9 +249,8 @@ class FusedDecode:
 
 
 PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
-TRIAL = (0, 3, 20)  # tokens in the cache of the sequences of a trial, again and again
+TRIAL = (0, 3, 150)  # tokens in the cache of the sequences of a trial, again and again
 EXACT_ROWS = (3, 70)
-BLOCK = 16
 # relative differences that rounding explains, of a layer in float32 and of a whole trunk
 CLOSE = 1e-4
 LOOSE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -273,8 +273,9 @@ def trial(
     shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device, rows: int = len(TRIAL)
 ) -> PagedLayout:
     """Some sequences with random keys and values in a small cache, the same ones each time."""
-    width = max(TRIAL) // BLOCK + 1
-    cache = KVCache.allocate(shapes, rows * width, BLOCK, dtype, device)
+    block = block_tokens(device.type)
+    width = max(TRIAL) // block + 1
+    cache = KVCache.allocate(shapes, rows * width, block, dtype, device)
     generator = torch.Generator().manual_seed(0)
     for part in (*cache.keys, *cache.values):
         part.copy_(torch.randn(part.shape, generator=generator))

@@ -16,7 +16,6 @@ from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of
 from reinforge.data.chat import Renderer, check_prefix
 from reinforge.engines.native import NativeEngine
-from reinforge.engines.native.engine import BLOCK
 from reinforge.serve.engine_thread import AnswerPiece, EngineThread
 from reinforge.serve.replies import PreparedRequest, ReplyFormatter, Top
 from reinforge.serve.requests import (
@@ -61,7 +60,7 @@ class ModelService:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="render")
         # who waits for a form to be compiled does not hold up those who want none
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
-        room = engine.pool.total * BLOCK
+        room = engine.pool.total * engine.pool.block_size
         # tokens of one sequence, prompt and completion
         self.context = min(engine.context or room, room)
         self.vocabulary = int(engine.model.head.weight.shape[0])

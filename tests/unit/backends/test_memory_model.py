@@ -409,7 +409,7 @@ def test_a_prediction_says_what_the_cache_holds(make: Callable[..., Config]) -> 
     assert generate["kv"] == pytest.approx(0.9 * left, rel=1e-3) == pytest.approx(114.7, abs=0.1)
     assert "kv" not in long["memory_gib"]["train"]
     assert dict(shown(long))["KV cache"] == (
-        "114.7 GiB hold 10,023,152 tokens: 305 of 512 sequences of 32,768 tokens at once (more"
+        "114.7 GiB hold 10,023,104 tokens: 305 of 512 sequences of 32,768 tokens at once (more"
         " while they are short); it is given back while training"
     )
     middle = predict(

@@ -378,7 +378,7 @@ def test_checks_predict_memory_and_time(
         and report.ok
     )
     assert (
-        found["memory_gib"]["generate"]["kv"] == gib(512 * 2 * 16 * 2 * 16 * 2)
+        found["memory_gib"]["generate"]["kv"] == gib(512 * 64 * 2 * 16 * 2)
         and found["memory_gib"]["train"]["reference"] == gib(2 * n)
         and 0 < found["seconds"]["train"] < found["seconds"]["generate"]
     )

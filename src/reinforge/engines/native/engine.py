@@ -42,6 +42,7 @@ from reinforge.core.kv_pool import (
     HOST,
     PREFILL_TOKENS,
     DeviceShare,
+    block_tokens,
     gpu_room,
     pool_blocks,
     stays,
@@ -67,7 +68,7 @@ from reinforge.models.head import FORBIDDEN, LogitRule, chunk_rows, permitted
 
 # decode steps for which blocks must be free before somebody enters, so that nobody has to leave
 # again at once
-AHEAD = 2 * BLOCK
+AHEAD = 32
 
 
 class NativeEngine:
@@ -124,12 +125,13 @@ class NativeEngine:
             assert not model.exact, "the rules of the config refuse it"
             check_device(model.device, "rollout.cache_precision")
             self.cache_dtype = E4M3
+        self.block = block_tokens(model.device.type)
         self.blocks = self._pool_size(kv_gib, longest)
         # whether training had the device since the last rollouts, and what it left beside the cache
         # at its worst moment
         self._slept: int | None = None
         self._beside: int | None = None
-        self.pool = BlockPool(self.blocks, BLOCK)
+        self.pool = BlockPool(self.blocks, self.block)
         # one block more than the pool has: rows that only fill a batch write there
         self.cache: KVCache | None = None
         with self._plainly():
@@ -160,11 +162,16 @@ class NativeEngine:
             free = memory.free - (0 if self.fp8 is None else self.fp8.size)
             room = gpu_room(facts, free, self.max_batch, self.share)
         return pool_blocks(
-            self._block_bytes(), room, rows=self.max_batch, longest=longest, kv_gib=kv_gib
+            self._block_bytes(),
+            room,
+            rows=self.max_batch,
+            longest=longest,
+            kv_gib=kv_gib,
+            block=self.block,
         )
 
     def _block_bytes(self) -> int:
-        return BLOCK * KVCache.token_bytes(self.shapes, self.cache_dtype)
+        return self.block * KVCache.token_bytes(self.shapes, self.cache_dtype)
 
     def _plainly(self) -> AbstractContextManager[None]:
         """Inside, the module computes in its own precision, whatever the trainer's is."""
@@ -181,16 +188,17 @@ class NativeEngine:
             self.fp8.quantise()
 
     def state(self) -> dict[str, int]:
-        return {"blocks": self.blocks}
+        return {"blocks": self.blocks, "block": self.block}
 
     def load(self, state: dict[str, int]) -> None:
         assert not self._running, "cannot resize the cache while sequences are running"
-        if state["blocks"] != self.blocks:
-            self._resize(state["blocks"])
+        blocks = state["blocks"] * state.get("block", BLOCK) // self.block
+        if blocks != self.blocks:
+            self._resize(blocks)
 
     def _resize(self, blocks: int) -> None:
         self.blocks = blocks
-        self.pool = BlockPool(blocks, BLOCK)
+        self.pool = BlockPool(blocks, self.block)
         self.cache = None
         self.decoder.forget()
 
@@ -232,7 +240,7 @@ class NativeEngine:
         if self.pool.needed(longest) > self.pool.total:
             raise InputError(
                 f"one sequence of {longest} tokens does not fit the KV cache of"
-                f" {self.pool.total * BLOCK} tokens.",
+                f" {self.pool.total * self.block} tokens.",
                 where="rollout.kv_gib",
                 fix="Raise it.",
             )
@@ -311,7 +319,7 @@ class NativeEngine:
             self._waiting.appendleft(self._fork(tokens, [sequence]))
 
     def _fork(self, tokens: list[int], sequences: list[LiveSequence]) -> SharedPrefix:
-        keys = block_keys(tokens, BLOCK) if self.prefix_cache else []
+        keys = block_keys(tokens, self.block) if self.prefix_cache else []
         return SharedPrefix(tokens, list(sequences), keys)
 
     def close(self) -> None:
@@ -451,7 +459,7 @@ class NativeEngine:
         while True:
             try:
                 self.cache = KVCache.allocate(
-                    self.shapes, self.blocks + 1, BLOCK, self.cache_dtype, self.model.device
+                    self.shapes, self.blocks + 1, self.block, self.cache_dtype, self.model.device
                 )
                 return
             except torch.OutOfMemoryError:
@@ -501,7 +509,7 @@ class NativeEngine:
                     else RuntimeError(f"engine stopped: {error!r}")
                 )
         self._forget()
-        self.pool = BlockPool(self.blocks, BLOCK)
+        self.pool = BlockPool(self.blocks, self.block)
 
     def _forget(self) -> None:
         """Nobody waits for anything any more."""
@@ -619,7 +627,7 @@ class NativeEngine:
             self._take_in()  # the host writes down what they said so far
             if not self._decoding():
                 return False
-            width = max(self.width * BLOCK, *(s.limit for s in self._running))
+            width = max(self.width * self.block, *(s.limit for s in self._running))
             rows.speculate(self._running, count, self.answers, width=width)
         elif self._answered:
             told = [
@@ -708,7 +716,7 @@ class NativeEngine:
             self._rows = None
         for fork in self._entering:
             if sequence in fork.sequences:
-                self.pool.remember(sequence.held.blocks, fork.keys[: fork.done // BLOCK])
+                self.pool.remember(sequence.held.blocks, fork.keys[: fork.done // self.block])
                 fork.sequences.remove(sequence)
         sequence.held.give_back(self.pool)
         self._requeue(sequence)
@@ -789,7 +797,7 @@ class NativeEngine:
 
     def _remember(self, sequence: LiveSequence) -> None:
         if self.prefix_cache:  # the newest token was never fed, so it is not in the cache
-            keys = block_keys((sequence.prompt + sequence.tokens)[:-1], BLOCK)
+            keys = block_keys((sequence.prompt + sequence.tokens)[:-1], self.block)
             self.pool.remember(sequence.held.blocks, keys)
 
     def _drop(self, sequence: LiveSequence) -> None:

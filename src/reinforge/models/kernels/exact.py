@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from reinforge.models import exact_tiles
-from reinforge.models.kernels.common import capped, early
+from reinforge.models.kernels.common import capped, early, lines, page_of
 from reinforge.models.kernels.paged_attention import NOTHING, room_for_parts, turned
 
 
@@ -48,18 +48,6 @@ def row_sum(x: Tensor) -> Tensor:
             num_warps=8 if block > 1024 else 4 if block > 256 else 1,
         )
     return y
-
-
-@triton.jit
-def _lines(X, at, d, there, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of keys or values, where they are there."""
-    where = X + at[:, None] + d[None, :]
-    if MASKED:
-        return tl.load(where, mask=there[:, None] & (d < D)[None, :], other=0.0)
-    elif D < DP:
-        return tl.load(where, mask=(d < D)[None, :], other=0.0)
-    else:
-        return tl.load(where)
 
 
 @triton.jit
@@ -100,14 +88,11 @@ def _attend_tile(
     t = s + tl.arange(0, BN)
     there = t < high
     if PAGED:
-        if MASKED:
-            page = tl.load(TABLE + t // BLOCK, mask=there, other=0).to(tl.int64)
-        else:
-            page = tl.load(TABLE + t // BLOCK).to(tl.int64)
+        page = page_of(TABLE, t, s, high, BLOCK, BN, MASKED)
         line = page * BLOCK + t % BLOCK
     else:
         line = key_base + t
-    k = _lines(K, line * k_n + h * k_h, d, there, D, DP, MASKED)
+    k = lines(K, line * k_n + h * k_h, d, there, D, DP, MASKED)
     x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     x = capped(x, softcap, CAP)
     seen = t[None, :] <= at[:, None]
@@ -122,9 +107,9 @@ def _attend_tile(
     keep = tl.exp(m - new_m)
     total = total * keep + tl.sum(p, 1)
     if PAGED:  # values lie as keys do
-        v = _lines(V, line * k_n + h * k_h, d, there, D, DP, MASKED)
+        v = lines(V, line * k_n + h * k_h, d, there, D, DP, MASKED)
     else:
-        v = _lines(V, line * v_n + h * v_h, d, there, D, DP, MASKED)
+        v = lines(V, line * v_n + h * v_h, d, there, D, DP, MASKED)
     acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
     return new_m, total, acc
 
@@ -165,19 +150,24 @@ def _attend_chunk(
     m = tl.full([BM], NOTHING, tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
-    whole = begin
-    if not WINDOW:
+    if WINDOW:
+        for s in range(begin, end, BN):
+            m, total, acc = _attend_tile(
+                q, m, total, acc, at, K, V, TABLE, key_base, h, s, high, scale, softcap, window,
+                k_n, k_h, v_n, v_h, d, D, DP, BLOCK, BN, CAP, WINDOW, PAGED, True, PRECISION,
+            )  # fmt: skip
+    else:
         whole = begin + tl.maximum(end - begin, 0) // BN * BN
         for s in range(begin, whole, BN):
             m, total, acc = _attend_tile(
                 q, m, total, acc, at, K, V, TABLE, key_base, h, s, high, scale, softcap, window,
                 k_n, k_h, v_n, v_h, d, D, DP, BLOCK, BN, CAP, WINDOW, PAGED, False, PRECISION,
             )  # fmt: skip
-    for s in range(whole, end, BN):
-        m, total, acc = _attend_tile(
-            q, m, total, acc, at, K, V, TABLE, key_base, h, s, high, scale, softcap, window,
-            k_n, k_h, v_n, v_h, d, D, DP, BLOCK, BN, CAP, WINDOW, PAGED, True, PRECISION,
-        )  # fmt: skip
+        if whole < end:
+            m, total, acc = _attend_tile(
+                q, m, total, acc, at, K, V, TABLE, key_base, h, whole, high, scale, softcap, window,
+                k_n, k_h, v_n, v_h, d, D, DP, BLOCK, BN, CAP, WINDOW, PAGED, True, PRECISION,
+            )  # fmt: skip
     return m, total, acc
 
 

@@ -418,7 +418,8 @@ Slice = tuple[int, int, int, int, int, int]
 SLICES: dict[tuple[int, int], tuple[Slice, ...]] = {
     (2, 32): ((32, 0, 128, 4, 3, 4), (32, 16, 128, 4, 3, 3), (64, 0, 128, 4, 3, 2)),
     (2, 64): ((64, 0, 64, 4, 3, 2), (64, 16, 64, 4, 3, 2), (64, 32, 64, 4, 3, 2)),
-    (1, 32): ((32, 0, 256, 4, 3, 4), (32, 16, 256, 4, 3, 3), (64, 0, 256, 4, 3, 2)),
+    (1, 16): ((32, 0, 128, 4, 3, 4),),
+    (1, 32): ((64, 0, 128, 4, 3, 2),),
     (1, 64): ((32, 0, 128, 4, 4, 4), (32, 16, 128, 4, 4, 3), (64, 0, 128, 4, 4, 2)),
     (4, 32): ((32, 0, 32, 4, 3, 2), (32, 16, 32, 4, 3, 2)),
     (4, 64): ((32, 0, 32, 4, 3, 2),),
@@ -429,7 +430,7 @@ def slice_of(rows: int, outer: int, size: int) -> Slice:
     """The slice whose programs leave the fewest places empty: all begin at once, and what does not
     fit has to wait for the others. `size`: bytes of a weight.
     """
-    some = SLICES[size, 32 if rows <= 32 else 64]
+    some = next(SLICES[key] for key in sorted(SLICES) if key[0] == size and rows <= key[1])
 
     def full(one: Slice) -> float:
         programs = triton.cdiv(outer, one[0] + one[1])

@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from reinforge.models.kernels.common import MULTIPROCESSORS, capped, early
+from reinforge.models.kernels.common import HAS_TMA, MULTIPROCESSORS, capped, early, lines, page_of
 from reinforge.models.kernels.fp8 import quantised
 
 # so many programs share the keys of a sequence at most, and so many keys each of them has
@@ -21,6 +22,7 @@ SPLITS = 16
 LEAST = 100
 MOST = 8192
 NOTHING = tl.constexpr(-1e30)  # the largest score of no keys at all
+LOG2E = tl.constexpr(1.4426950408889634)  # e^x = 2^(x·LOG2E)
 
 
 @triton.jit
@@ -38,6 +40,83 @@ def turned(X, at, d, cos, sin, there, D: tl.constexpr):
 
 
 @triton.jit
+def _scores(x, scale, softcap, CAP: tl.constexpr):
+    """What products of queries and keys count, as exponents of 2."""
+    if CAP:
+        return capped(x * scale, softcap, CAP) * LOG2E
+    else:
+        return x * (scale * LOG2E)
+
+
+@triton.jit
+def _attend_tile(
+    q,
+    m,
+    total,
+    acc,
+    KC,
+    VC,
+    KS,
+    VS,
+    TABLE,
+    h,
+    s,
+    end,
+    first,
+    scale,
+    softcap,
+    d,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BN: tl.constexpr,
+    CAP: tl.constexpr,
+    FP8: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The next tile of keys, from s on; not MASKED: all of them are there and seen. See
+    `_attend_keys`. TMA: KC and VC are tensor descriptors, and a block has room for whole tiles.
+    """
+    t = s + tl.arange(0, BN)
+    seen = (t < end) & (t >= first)
+    page = page_of(TABLE, t, s, end, BLOCK, BN, MASKED)
+    if TMA:
+        line = (page * BLOCK + s % BLOCK).to(tl.int32)
+        k = KC.load([line, h * D])
+    else:
+        at = ((page * BLOCK + t % BLOCK) * HK + h) * D
+        k = lines(KC, at, d, seen, D, DP, MASKED).to(q.dtype)
+    x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if FP8:
+        line = (page * HK + h) * BLOCK + t % BLOCK
+        x *= tl.load(KS + line, mask=seen, other=0.0)[None, :]
+    x = _scores(x, scale, softcap, CAP)
+    if MASKED:
+        x = tl.where(seen[None, :], x, NOTHING)
+    new_m = tl.maximum(m, tl.max(x, 1))
+    p = tl.exp2(x - new_m[:, None])
+    keep = tl.exp2(m - new_m)
+    if TMA:
+        v = VC.load([line, h * D])
+    else:
+        v = lines(VC, at, d, seen, D, DP, MASKED).to(q.dtype)
+    acc = acc * keep[:, None]
+    if FP8:
+        # as shares of the largest, so that small ones are not lost in 16 bits
+        vs = tl.load(VS + line, mask=seen, other=0.0)
+        most = tl.maximum(tl.max(vs, 0), 1e-30)
+        share = (p * (vs / most)[None, :]).to(q.dtype)
+        acc += tl.dot(share, v, input_precision=PRECISION) * most
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    total = total * keep + tl.sum(p, 1)
+    return new_m, total, acc
+
+
+@triton.jit
 def _attend_keys(
     q,
     m,
@@ -45,6 +124,8 @@ def _attend_keys(
     acc,
     KC,
     VC,
+    KD,
+    VD,
     KS,
     VS,
     TABLE,
@@ -57,46 +138,39 @@ def _attend_keys(
     d,
     HK: tl.constexpr,
     D: tl.constexpr,
+    DP: tl.constexpr,
     BLOCK: tl.constexpr,
     BN: tl.constexpr,
     CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
     FP8: tl.constexpr,
+    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Online softmax of queries q over the keys [begin, end) of one sequence, those before `first`
-    left out; begin is a multiple of BN. FP8: keys and values have scales KS and VS, which are
-    multiplied with scores and shares, so that the numbers of the cache go into the products as
-    they are.
+    """Online softmax, to the base of 2, of queries q over the keys [begin, end) of one sequence,
+    those before `first` left out; begin is a multiple of BN. Without a window only the last tile
+    has to be masked; the others come by the descriptors KD and VD of the same cache (TMA).
+    FP8: keys and values have scales KS and VS, which are multiplied with scores and shares, so that
+    the numbers of the cache go into the products as they are.
     """
-    real_d = d < D
-    for s in range(begin, end, BN):
-        t = s + tl.arange(0, BN)
-        seen = (t < end) & (t >= first)
-        page = tl.load(TABLE + t // BLOCK, mask=t < end, other=0).to(tl.int64)
-        at = ((page * BLOCK + t % BLOCK) * HK + h) * D
-        there = seen[:, None] & real_d[None, :]
-        k = tl.load(KC + at[:, None] + d[None, :], mask=there, other=0.0).to(q.dtype)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if FP8:
-            line = (page * HK + h) * BLOCK + t % BLOCK
-            x *= tl.load(KS + line, mask=seen, other=0.0)[None, :]
-        x = capped(x, softcap, CAP)
-        x = tl.where(seen[None, :], x, NOTHING)
-        new_m = tl.maximum(m, tl.max(x, 1))
-        p = tl.exp(x - new_m[:, None])
-        keep = tl.exp(m - new_m)
-        v = tl.load(VC + at[:, None] + d[None, :], mask=there, other=0.0).to(q.dtype)
-        acc = acc * keep[:, None]
-        if FP8:
-            # as shares of the largest, so that small ones are not lost in 16 bits
-            vs = tl.load(VS + line, mask=seen, other=0.0)
-            most = tl.maximum(tl.max(vs, 0), 1e-30)
-            share = (p * (vs / most)[None, :]).to(q.dtype)
-            acc += tl.dot(share, v, input_precision=PRECISION) * most
-        else:
-            acc += tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        total = total * keep + tl.sum(p, 1)
-        m = new_m
+    if WINDOW:
+        for s in range(begin, end, BN):
+            m, total, acc = _attend_tile(
+                q, m, total, acc, KC, VC, KS, VS, TABLE, h, s, end, first, scale, softcap, d,
+                HK, D, DP, BLOCK, BN, CAP, FP8, True, False, PRECISION,
+            )  # fmt: skip
+    else:
+        whole = begin + tl.maximum(end - begin, 0) // BN * BN
+        for s in range(begin, whole, BN):
+            m, total, acc = _attend_tile(
+                q, m, total, acc, KD, VD, KS, VS, TABLE, h, s, end, first, scale, softcap, d,
+                HK, D, DP, BLOCK, BN, CAP, FP8, False, TMA, PRECISION,
+            )  # fmt: skip
+        if whole < end:
+            m, total, acc = _attend_tile(
+                q, m, total, acc, KC, VC, KS, VS, TABLE, h, whole, end, first, scale, softcap, d,
+                HK, D, DP, BLOCK, BN, CAP, FP8, True, False, PRECISION,
+            )  # fmt: skip
     return m, total, acc
 
 
@@ -109,6 +183,8 @@ def _paged_decode(
     SIN,
     KC,
     VC,
+    KD,
+    VD,
     KS,
     VS,
     O,
@@ -140,6 +216,7 @@ def _paged_decode(
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     FP8: tl.constexpr,
+    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -201,16 +278,15 @@ def _paged_decode(
         else:
             tl.store(KC + (slot * HK + h) * D + d, k_new.to(KC.dtype.element_ty), mask=real_d)
             tl.store(VC + (slot * HK + h) * D + d, v_new.to(VC.dtype.element_ty), mask=real_d)
-        m = tl.sum(q.to(tl.float32) * k_new[None, :], 1) * scale
-        m = capped(m, softcap, CAP)
+        m = _scores(tl.sum(q.to(tl.float32) * k_new[None, :], 1), scale, softcap, CAP)
         total = tl.full([GP], 1.0, tl.float32)
         acc = tl.zeros([GP, DP], tl.float32) + v_new[None, :]
     if FP8 and q.dtype == tl.bfloat16:
         q = q.to(tl.float16)  # what a GPU turns FP8 into with one instruction
     high = tl.minimum(n, low + span)
     m, total, acc = _attend_keys(
-        q, m, total, acc, KC, VC, KS, VS, TABLES + b * W, h, low, high, first, scale, softcap, d,
-        HK, D, BLOCK, BN, CAP, FP8, PRECISION,
+        q, m, total, acc, KC, VC, KD, VD, KS, VS, TABLES + b * W, h, low, high, first, scale,
+        softcap, d, HK, D, DP, BLOCK, BN, CAP, WINDOW, FP8, TMA, PRECISION,
     )  # fmt: skip
     if PARTS > 1:
         tl.store(S_TOP + line, m, mask=g < G)
@@ -244,7 +320,7 @@ def _join_parts(
         tl.extra.cuda.gdc_wait()
     line = (b * PARTS + part) * H + h
     top = tl.load(S_TOP + line)
-    share = tl.exp(top - tl.max(top, 0))
+    share = tl.exp2(top - tl.max(top, 0))
     total = tl.sum(share * tl.load(S_SUM + line), 0)
     there = (top > NOTHING)[:, None] & (d < D)[None, :]
     acc = tl.load(S_ACC + line[:, None] * D + d[None, :], mask=there, other=0.0)
@@ -265,11 +341,37 @@ def parts_of(rows: int, kv_heads: int, longest: int) -> int:
     return parts
 
 
-def attention_tile(rows: int, kv_heads: int) -> dict[str, int]:
-    """Keys of a tile, warps, and tiles on their way, as measured on an H200."""
+def attention_tile(rows: int, kv_heads: int, tma: bool) -> dict[str, int]:
+    """Keys of a tile, warps, and tiles on their way, as measured on an H200. `tma`: whole tiles
+    come by a descriptor.
+    """
+    if tma:
+        return {"BN": TILE, "num_warps": 1, "num_stages": 2}
     if rows * kv_heads < MULTIPROCESSORS:
-        return {"BN": 128, "num_warps": 4, "num_stages": 4}
+        return {"BN": 128, "num_warps": 4, "num_stages": 2}
     return {"BN": 64, "num_warps": 2, "num_stages": 2}
+
+
+TILE = 64  # keys that come by a descriptor at once
+NARROW = 64  # heads of this size do; with larger ones it is slower, as measured on an H200
+
+
+def descriptors(
+    rows: int, keys: Tensor, values: Tensor
+) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+    """Tiles of the cache [blocks, BLOCK, K, D] that one instruction of a GPU fetches, a head at a
+    time; None: it is not faster so, or blocks have no room for whole tiles.
+    """
+    blocks, block, heads, size = keys.shape
+    if rows * heads < MULTIPROCESSORS or size != NARROW:
+        return None
+    if block % TILE or keys.element_size() == 1:
+        return None
+    first, second = (
+        TensorDescriptor(part, [blocks * block, heads * size], [heads * size, 1], [TILE, size])
+        for part in (keys, values)
+    )
+    return first, second
 
 
 def paged_decode(
@@ -308,6 +410,7 @@ def paged_decode(
     }
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=device)
     found = room_for_parts(rows, parts, heads, size, device) if parts > 1 else (out, out, out)
+    tiles = descriptors(rows, keys, values) if HAS_TMA and not window else None
     _paged_decode[(rows, kv_heads, parts)](
         q,
         k,
@@ -316,6 +419,7 @@ def paged_decode(
         sin,
         keys,
         values,
+        *(tiles or (keys, values)),
         *(scales or (out, out)),
         out,
         tables,
@@ -335,7 +439,8 @@ def paged_decode(
         GP=max(16, triton.next_power_of_2(per_key)),
         PARTS=parts,
         WINDOW=window > 0,
-        **attention_tile(rows, kv_heads),
+        TMA=tiles is not None,
+        **attention_tile(rows, kv_heads, tiles is not None),
         **shape,
         **kind,
         **early(),
