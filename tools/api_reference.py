@@ -13,7 +13,15 @@ import reinforge
 
 CHAPTERS = {
     "Training": ["train", "Trainer", "RunStep", "RunResult", "Callback", "RunControl"],
-    "With a model": ["generate", "evaluate", "benchmark", "BenchmarkResult", "score", "chat"],
+    "With a model": [
+        "generate",
+        "make_data",
+        "evaluate",
+        "benchmark",
+        "BenchmarkResult",
+        "score",
+        "chat",
+    ],
     "Configurations": ["load_config", "Config"],
     "Data": ["Row", "Sample", "Group", "Sampling"],
     "Errors": ["InputError"],

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 from reinforge.version import __version__
 
 if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` brings the same
-    from reinforge.api import Trainer, benchmark, chat, evaluate, generate, score, train
+    from reinforge.api import (
+        Trainer,
+        benchmark,
+        chat,
+        evaluate,
+        generate,
+        make_data,
+        score,
+        train,
+    )
     from reinforge.build.result import RunResult
     from reinforge.config.load import load_config
     from reinforge.config.schema import Config
@@ -34,6 +43,7 @@ _PUBLIC = {
     "benchmark": "reinforge.api:benchmark",
     "BenchmarkResult": "reinforge.evals.benchmarks.result:BenchmarkResult",
     "generate": "reinforge.api:generate",
+    "make_data": "reinforge.api:make_data",
     "score": "reinforge.api:score",
     "chat": "reinforge.api:chat",
     "load_config": "reinforge.config.load:load_config",
@@ -56,6 +66,7 @@ __all__ = [
     "benchmark",
     "BenchmarkResult",
     "generate",
+    "make_data",
     "score",
     "chat",
     "load_config",

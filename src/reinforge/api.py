@@ -25,13 +25,14 @@ from functools import wraps
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from pydantic import ValidationError
 
 from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.result import RunResult
 from reinforge.build.run import ConfigTrainer
+from reinforge.config.data_source import is_config, source_config
 from reinforge.config.load import config_from_dict, load_config
 from reinforge.config.pipeline import Pipeline, is_pipeline, load_any
 from reinforge.config.rewards import RewardConfig
@@ -40,8 +41,10 @@ from reinforge.config.strict import parse
 from reinforge.core.aio import run_sync
 from reinforge.core.errors import InputError
 from reinforge.data.objects import rows_of
+from reinforge.data.sources import PYTHON
 from reinforge.evals.benchmarks.rows import GivenRows, read_rows
 from reinforge.evals.benchmarks.table import preset_of
+from reinforge.offline.question_answers import TEMPLATE
 from reinforge.pipelines.run import run_pipeline
 from reinforge.rewards.build import GivenRewards, describe_rewards
 from reinforge.rewards.load import name_of_given
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from reinforge.evals.benchmarks.result import BenchmarkResult
     from reinforge.loops.callbacks import GivenCallbacks
     from reinforge.offline.conversation import Conversation
+    from reinforge.offline.make_data import DataMade
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -602,6 +606,107 @@ def _prompts_file(prompts: str | Path | Iterable[Any] | None, folder: Path) -> P
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
     return file
+
+
+def make_data(
+    kind: Literal["answers", "questions", "pairs"],
+    source: str | Path | Iterable[Any],
+    out: str | Path,
+    *,
+    teacher: str | Path,
+    rewards: GivenRewards | None = None,
+    judge: str | None = None,
+    n: int | None = None,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    max_new_tokens: int = 1024,
+    seed: int = 0,
+    adapter: str | None = None,
+    at_least: float | None = None,
+    best: int | None = None,
+    keep_cut: bool = False,
+    pairs: Literal["best-worst", "all"] = "best-worst",
+    margin: float = 0.0,
+    questions: int = 3,
+    chunk: int = 4000,
+    overlap: int = 400,
+    template: str | None = None,
+    structured: bool = True,
+    judge_model: str | None = None,
+    judge_mode: Literal["score", "pairwise"] = "score",
+    judge_prompt: str | None = None,
+    model_name: str | None = None,
+    api_key: str | None = None,
+    parallel: int = 16,
+    rate: float | None = None,
+    overrides: Sequence[str] = (),
+    progress: Callable[[str, int, int], None] | None = None,
+) -> DataMade:
+    """Training data from a teacher, in a .jsonl or .parquet file that `reinforge.train` takes:
+    `answers` to prompts (SFT), `questions` and answers from documents (SFT), or preference `pairs`.
+
+    `source` is a path, a source name or a configuration, or rows as `reinforge.train` takes them;
+    for questions documents: texts, rows with a `text`, a directory. `overrides` say how rows are
+    read (`"data.columns.prompt=query"`). `teacher` is a run directory, a directory, a hub id, a
+    GGUF file, or the address of an OpenAI-compatible server (`http://...`), for which there are
+    `model_name`, `api_key`, `parallel` and `rate` (requests per minute).
+    `n` completions are sampled for each prompt (default: 1, of pairs 4). `rewards`, as
+    `reinforge.train` takes them or the path of a configuration, or the model of the server `judge`
+    score them: answers with at least the score `at_least` are kept, and the `best` so many of each
+    prompt; a pair is the best against the worst, or all, and differs by more than `margin`.
+    Documents are cut into chunks of `chunk` characters that overlap, and each is asked for
+    `questions` with `template`, a text with the places {text} and {n}.
+    Empty, cut and repeated ones are left out, and counted by reason. What the teacher said is kept
+    beside `out`: the same call after a kill asks only for the rest. `progress` is
+    told what is asked (prompts, chunks), how many are done and how many there are.
+    """
+    from reinforge.core.engine import Sampling
+    from reinforge.engines.openai import OpenAIServer
+    from reinforge.offline.labels import LabelOptions
+    from reinforge.offline.made_rows import Selection
+    from reinforge.offline.make_data import MakeOptions, QuestionOptions, make_file
+
+    described, functions = _rewards_of(rewards)
+    named = str(teacher)
+    options = MakeOptions(
+        kind,
+        named,
+        server=(
+            OpenAIServer(named, model_name, api_key, parallel, rate)
+            if named.startswith(("http://", "https://"))
+            else None
+        ),
+        adapter=adapter,
+        n=n if n is not None else 4 if kind == "pairs" else 1,
+        sampling=Sampling(max_new_tokens, temperature, top_p=top_p),
+        seed=seed,
+        labels=LabelOptions(
+            described,
+            OpenAIServer(judge, judge_model, api_key, parallel, rate) if judge else None,
+            judge_mode,
+            judge_prompt,
+            pairs=pairs,
+            margin=margin,
+            functions=functions,
+        ),
+        selection=Selection(at_least, best, keep_cut),
+        questions=QuestionOptions(questions, chunk, overlap, template or TEMPLATE, structured),
+    )
+    given = None if isinstance(source, str | Path) else source
+    where = "reinforge.make_data"
+    config = source_config(PYTHON if given is not None else str(source), overrides, where=where)
+    return run_sync(make_file(options, config.data, Path(out), objects=given, progress=progress))
+
+
+def _rewards_of(
+    rewards: GivenRewards | None,
+) -> tuple[Sequence[RewardConfig], Mapping[str, Callable[..., Any]]]:
+    """Those of a configuration, or those that were given."""
+    if rewards is None:
+        return (), {}
+    if isinstance(rewards, str) and is_config(rewards):
+        return load_config(Path(rewards)).rewards, {}
+    return describe_rewards(rewards)
 
 
 def score(

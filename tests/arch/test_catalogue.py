@@ -25,6 +25,7 @@ OTHER_THINGS = {
     ("algorithms/losses/preference.py", "reverse_kl"),  # the divergence of DPO
     ("models/exact_functions.py", "sigmoid"),  # a function of torch
     ("offline/labels.py", "margin"),  # a column of data
+    ("offline/make_data.py", "margin"),  # by which answers of a pair differ
     ("data/formats/table.py", "margin"),
     ("data/formats/table.py", "kto"),  # a format of rows
     ("config/data.py", "kto"),

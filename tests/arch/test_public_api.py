@@ -34,6 +34,7 @@ PUBLIC = [
     "evaluate",
     "generate",
     "load_config",
+    "make_data",
     "score",
     "train",
 ]

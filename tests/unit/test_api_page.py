@@ -22,5 +22,6 @@ def test_the_page_runs(tiny_dir: str, tmp_path: Path, monkeypatch: pytest.Monkey
     for i, block in enumerate(BLOCK.findall(text.replace(MODEL, tiny_dir))):
         exec(compile(block, f"docs/python.md, block {i}", "exec"), names)
     assert names["scores"] == [{"right": 1.0, "reward": 1.0}, {"right": 0.0, "reward": 0.0}]
+    assert len(names["made"].rows) == 4
     assert names["table"].index.tolist() == [1, 2] and names["step"].done
     assert len(list(Path("runs").iterdir())) == 5

@@ -1,4 +1,4 @@
-"""Arguments that several commands take."""
+"""Arguments that several commands take, and how a file that one names is read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from reinforge.core.errors import InputError
 
 ConfigFile = Annotated[
     Path,
@@ -31,3 +33,12 @@ TopP = Annotated[
 ]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Longest completion.", min=1)]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+
+
+def read_text(path: Path, option: str) -> str:
+    """What is in a file that an option names."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise InputError(f"cannot read {path}: {said}.", where=option, fix="Give a file.") from None

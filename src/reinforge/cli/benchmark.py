@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +10,7 @@ import typer
 
 from reinforge.api import benchmark as run_benchmark
 from reinforge.cli.arguments import TopP
+from reinforge.cli.progress import progress_bar
 from reinforge.cli.server_options import (
     KEY,
     ApiKeyEnv,
@@ -139,7 +138,7 @@ def benchmark(
     for name in names:
         preset_of(name)
     folder = out or _folder(model)
-    with _progress() as progress:
+    with progress_bar() as progress:
         results = run_benchmark(
             model,
             names,
@@ -194,29 +193,6 @@ def _given(given: list[str] | None, tasks: list[str], option: str) -> Any:
             fix=f"Write {tasks[0]}={alone[0]}, or give one directory for all tasks.",
         )
     return alone[0]
-
-
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """A bar at a terminal; None elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
-    ) as bar:
-        shown: dict[str, Any] = {}
-
-        def tell(task: str, done: int, total: int) -> None:
-            if task not in shown:
-                shown[task] = bar.add_task(task, total=total)
-            bar.update(shown[task], completed=done)
-
-        yield tell
 
 
 def _show(results: Mapping[str, BenchmarkResult], folder: Path) -> None:

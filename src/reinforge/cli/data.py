@@ -1,4 +1,4 @@
-"""`reinforge data`: what a run makes of rows."""
+"""`reinforge data`: what a run makes of rows, and rows from a teacher."""
 
 from __future__ import annotations
 
@@ -8,29 +8,24 @@ from typing import Annotated
 import typer
 
 from reinforge.cli.data_page import print_data
+from reinforge.cli.make import app as make_app
 from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.data import DataConfig
-from reinforge.config.load import config_from_dict
+from reinforge.config.data_source import is_config, source_config
 from reinforge.config.model import ModelConfig
-from reinforge.config.pipeline import Pipeline, load_any
-from reinforge.core.errors import InputError
 from reinforge.core.hub import offline
 
 MOST = 10_000  # rows that are looked at unless all are asked for
-CONFIGS = (".yaml", ".yml")
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Show what a run would make of data.",
+    help="Show what a run would make of data, or have a teacher make some.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-
-@app.callback()
-def _data() -> None:
-    """A group, also while it has one command."""
+app.add_typer(make_app, name="make")
 
 
 @app.command()
@@ -96,24 +91,8 @@ def _settings(
     alone.
     """
     named = AlgorithmConfig(name=algorithm) if algorithm is not None else None
-    if source.startswith("recipe:") or Path(source).suffix in CONFIGS:
-        given = [f"model.path={model}"] if model is not None else []
-        loaded = load_any(Path(source), [*overrides, *given])
-        if isinstance(loaded, Pipeline):
-            raise InputError(
-                f"{source} is a pipeline, which has data in every stage.",
-                where="SOURCE",
-                fix="Give the data of one stage.",
-            )
+    loaded = source_config(source, overrides, model=model, where="reinforge data show")
+    if is_config(source):
         new = loaded.rollout.max_new_tokens
         return loaded.data, loaded.model, named or loaded.algorithm, new
-    tree = {
-        "model": {"path": model or "none"},
-        "algorithm": {"name": "sft"},
-        "data": {"source": source},
-        "rewards": [],
-        "train": {"steps": 1},
-        "run": {"dir": "runs/data-show"},
-    }
-    loaded = config_from_dict(tree, where="reinforge data show", overrides=overrides)
     return loaded.data, loaded.model if model is not None else None, named, None

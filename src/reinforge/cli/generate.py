@@ -13,7 +13,12 @@ from reinforge.cli.arguments import Temperature, TopP
 from reinforge.cli.server_options import (
     A_SERVER,
     KEY,
+    SCORES,
     ApiKeyEnv,
+    JudgeAddress,
+    JudgeMode,
+    JudgeModel,
+    JudgePrompt,
     ModelName,
     Parallel,
     Rate,
@@ -50,9 +55,6 @@ Prompts = Annotated[
         ),
     ),
 ]
-# groups of options on the help page: each is laid out by itself, so that a long name in one does
-# not take the room of the others
-LABELS = "Labels and preference pairs"
 
 
 def generate(
@@ -115,39 +117,18 @@ def generate(
         bool,
         typer.Option(
             "--rewards",
-            rich_help_panel=LABELS,
+            rich_help_panel=SCORES,
             help="Score completions with the configuration's rewards.",
         ),
     ] = False,
-    judge: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=LABELS, help="Have the model of this server judge completions."
-        ),
-    ] = None,
-    judge_model: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=LABELS, help="The judge's name there; default: its only model."
-        ),
-    ] = None,
-    judge_mode: Annotated[
-        Literal["score", "pairwise"],
-        typer.Option(
-            rich_help_panel=LABELS, help="A score from 0 to 10, or the share of comparisons won."
-        ),
-    ] = "score",
-    judge_prompt: Annotated[
-        Path | None,
-        typer.Option(
-            rich_help_panel=LABELS,
-            help="A file with the judge's prompt: {prompt} and {completion}, or {a} and {b}.",
-        ),
-    ] = None,
+    judge: JudgeAddress = None,
+    judge_model: JudgeModel = None,
+    judge_mode: JudgeMode = "score",
+    judge_prompt: JudgePrompt = None,
     pairs: Annotated[
         Literal["best-worst", "all"] | None,
         typer.Option(
-            rich_help_panel=LABELS,
+            rich_help_panel=SCORES,
             help="Also write preference pairs to OUT.pairs.jsonl, by reward or judge.",
         ),
     ] = None,
@@ -155,7 +136,7 @@ def generate(
         float,
         typer.Option(
             metavar="N",
-            rich_help_panel=LABELS,
+            rich_help_panel=SCORES,
             help="Completions of a pair must differ by more than this.",
             min=0,
         ),

@@ -112,7 +112,7 @@ class ReinforgeCommands(LazyGroup):
         ),
         "data": CommandEntry(
             "reinforge.cli.data:app",
-            "Show what a run would make of data.",
+            "Show what a run would make of data, or have a teacher make some.",
         ),
         "runs": CommandEntry(
             "reinforge.cli.runs:app",

@@ -1,9 +1,10 @@
-"""Options of commands that can ask an OpenAI-compatible server in place of a model."""
+"""Options of commands that can ask an OpenAI-compatible server in place of a model, and a judge."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -11,7 +12,10 @@ if TYPE_CHECKING:
     from reinforge.engines.openai import OpenAIServer
 
 KEY = "REINFORGE_API_KEY"
-A_SERVER = "Ask a server instead"  # a group of options on the help page
+# groups of options on the help page: each is laid out by itself, so that a long name in one does
+# not take the room of the others
+A_SERVER = "Ask a server instead"
+SCORES = "Scores"
 ServerUrl = Annotated[
     str | None,
     typer.Option(
@@ -54,6 +58,27 @@ Rate = Annotated[
         rich_help_panel=A_SERVER,
         help="Requests to a server per minute, at most.",
         min=0.001,
+    ),
+]
+JudgeAddress = Annotated[
+    str | None,
+    typer.Option(rich_help_panel=SCORES, help="Have the model of this server judge completions."),
+]
+JudgeModel = Annotated[
+    str | None,
+    typer.Option(rich_help_panel=SCORES, help="The judge's name there; default: its only model."),
+]
+JudgeMode = Annotated[
+    Literal["score", "pairwise"],
+    typer.Option(
+        rich_help_panel=SCORES, help="A score from 0 to 10, or the share of comparisons won."
+    ),
+]
+JudgePrompt = Annotated[
+    Path | None,
+    typer.Option(
+        rich_help_panel=SCORES,
+        help="A file with the judge's prompt: {prompt} and {completion}, or {a} and {b}.",
     ),
 ]
 

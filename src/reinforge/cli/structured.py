@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from reinforge.cli.arguments import read_text
 from reinforge.core.constraint import Constraint
 from reinforge.core.errors import InputError
 
@@ -43,21 +44,13 @@ def constraint_of(
         found.append((Constraint("regex", regex), "--regex"))
     if json_schema is not None:
         found.append(
-            (Constraint("json_schema", _text(json_schema, "--json-schema")), "--json-schema")
+            (Constraint("json_schema", read_text(json_schema, "--json-schema")), "--json-schema")
         )
     if json_object:
         found.append((Constraint("json_object"), "--json-object"))
     if grammar is not None:
-        found.append((Constraint("grammar", _text(grammar, "--grammar")), "--grammar"))
+        found.append((Constraint("grammar", read_text(grammar, "--grammar")), "--grammar"))
     if len(found) > 1:
         names = " and ".join(option for _, option in found)
         raise InputError(f"an answer has one form, not {names}.", where=names, fix="Give one.")
     return found[0] if found else None
-
-
-def _text(path: Path, option: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise InputError(f"cannot read {path}: {said}.", where=option, fix="Give a file.") from None

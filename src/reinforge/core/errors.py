@@ -39,6 +39,12 @@ class InputError(ReinforgeError):
         )
 
 
+class RequestError(InputError):
+    """An engine or a server cannot answer this request, and may well answer others. Engines and
+    clients raise it; who asks for many completions may leave one out.
+    """
+
+
 class StoppedByPolicy(ReinforgeError):
     """The run ended itself: three bad steps in a row, mismatch beyond the limit, all
     workers dead.

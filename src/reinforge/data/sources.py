@@ -436,6 +436,11 @@ def prompt_text(row: Row) -> str:
             f"{m['role']}: {m.get('content')} {m.get('tool_calls') or ''}" for m in prompt
         )
     )
+    return normalised(text)
+
+
+def normalised(text: str) -> str:
+    """A text as it is compared: white space and the spelling of accents do not count."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 

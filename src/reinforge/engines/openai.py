@@ -18,12 +18,13 @@ import httpx2
 
 from reinforge.core.constraint import Constraint
 from reinforge.core.engine import Sampling
-from reinforge.core.errors import InputError
+from reinforge.core.errors import InputError, RequestError
 from reinforge.core.sample import Stop
 from reinforge.core.seeds import seed_of
 from reinforge.engines.structured_outputs import server_words
 
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+THIS_ONE = {400, 413, 422}  # what is wrong may be with one request: it is too long
 LONGEST_PAUSE = 60.0
 Prompt = str | list[dict[str, Any]]
 
@@ -164,7 +165,8 @@ class OpenAIClient:
                     problem = f"{reply.status_code} {_message(reply)}"
                     wait = _seconds(reply.headers.get("retry-after"))
                     if reply.status_code not in AGAIN:
-                        raise InputError(
+                        kind = RequestError if reply.status_code in THIS_ONE else InputError
+                        raise kind(
                             f"{self.server.url} refuses: {problem}",
                             where=self.where,
                             fix=_advice(reply.status_code),

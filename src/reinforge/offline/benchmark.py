@@ -24,7 +24,8 @@ from reinforge.evals.benchmarks.table import preset_of
 from reinforge.evals.benchmarks.task import BenchmarkTask, make_task
 from reinforge.evals.loglikelihood import score_continuations
 from reinforge.models.load import load_tokenizer
-from reinforge.offline.generate import AT_ONCE, NativeSource, ServerSource
+from reinforge.offline.complete_rows import AT_ONCE
+from reinforge.offline.completion_sources import NativeSource, ServerSource
 from reinforge.offline.journal import REQUEST, GenerationJournal, Line, digest
 from reinforge.version import __version__
 

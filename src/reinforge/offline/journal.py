@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from reinforge.checkpoint.crash_points import crash_point
+
 # bookkeeping columns: hashes of what was asked, and of what it was labelled with
 REQUEST = "_request"
 LABELS = "_labels"
@@ -50,6 +52,7 @@ class GenerationJournal:
         self.known[lines[0][REQUEST]] = lines
         with self.journal.open("ab") as file:
             file.write(_bytes([lines]))
+        crash_point("journal:added")
 
     def finish(self, requests: Iterable[str]) -> list[Line]:
         """Writes the file, in the order of `requests`, and forgets the journal."""

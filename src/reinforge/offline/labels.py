@@ -4,9 +4,11 @@ preference pairs from that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import combinations, groupby
+from pathlib import Path
 from typing import Any, Literal
 
 from reinforge.config.rewards import RewardConfig
@@ -17,10 +19,12 @@ from reinforge.engines.openai import OpenAIClient, OpenAIServer
 from reinforge.offline.journal import LABELS, REQUEST, Line, digest
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.combine import combined, gates_of
+from reinforge.rewards.function import check_columns
 from reinforge.rewards.judge import Judge, Mode
 from reinforge.rewards.normalization import RewardNormalization
 
 PairRule = Literal["best-worst", "all"]
+LABEL_COLUMNS = ("rewards", "reward", "judge")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,9 @@ class LabelOptions:
     max_tokens: int = 1024  # of its reply
     pairs: PairRule | None = None
     margin: float = 0.0  # pairs must differ by more than this
+    # rewards that came from Python, by name; nobody knows whether they are what they were, so
+    # whatever they said before is asked again
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def wanted(self) -> bool:
@@ -55,7 +62,14 @@ class LabelOptions:
                 self.max_tokens,
             ]
         )
-        return digest([r.model_dump(mode="json") for r in self.rewards], judge)
+        rewards = [[r.model_dump(mode="json"), _contents(r.name)] for r in self.rewards]
+        return digest(rewards, judge)
+
+
+def _contents(name: str) -> str | None:
+    """What is in the file of a reward `file.py:function`, which may have been edited."""
+    path = Path(name.rpartition(":")[0])
+    return path.read_text(errors="replace") if path.suffix == ".py" and path.is_file() else None
 
 
 @dataclass
@@ -69,13 +83,22 @@ class Labeller:
     _rewards: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._rewards = build_rewards(self.how.rewards, device=self.device)
+        self._identity = self.how.identity
+        self._rewards = build_rewards(self.how.rewards, self.how.functions, self.device)
         self._gates, self._running = gates_of(self._rewards), RewardNormalization.of(self._rewards)
         self._judge = (
             Judge(self._ask, mode=self.how.mode, template=self.how.template)
             if self.client is not None
             else None
         )
+
+    def knows(self, lines: Sequence[Line]) -> bool:
+        """Whether lines have these labels already."""
+        return not self.how.functions and all(line.get(LABELS) == self._identity for line in lines)
+
+    def check(self, rows: Sequence[Row]) -> None:
+        """Raises InputError if a reward needs a column that the rows do not have."""
+        check_columns(self._rewards, rows)
 
     async def _ask(self, text: str) -> str:
         assert self.client is not None
@@ -105,9 +128,24 @@ class Labeller:
                 label["judge"] = score
         self.failed += sum(value_of(label) is None for label in labels)
         return [
-            {**line, **label, LABELS: self.how.identity}
+            {**_unlabelled(line), **label, LABELS: self._identity}
             for line, label in zip(lines, labels, strict=True)
         ]
+
+
+def _unlabelled(line: Line) -> Line:
+    """A line without what was said of it before, by others."""
+    return {name: value for name, value in line.items() if name not in LABEL_COLUMNS}
+
+
+@asynccontextmanager
+async def open_labeller(how: LabelOptions) -> AsyncIterator[Labeller | None]:
+    """What labels as the options say; None where they ask for nothing."""
+    if how.judge is None:
+        yield Labeller(how) if how.wanted else None
+        return
+    async with OpenAIClient(how.judge, where="--judge") as client:
+        yield Labeller(how, client)
 
 
 def value_of(line: Line) -> float | None:
@@ -140,6 +178,7 @@ def make_pairs(lines: Sequence[Line], rule: PairRule, margin: float = 0.0) -> li
                         "chosen": better["completion"],
                         "rejected": worse["completion"],
                         "margin": gap,
+                        **({"tools": better["tools"]} if better.get("tools") else {}),
                     }
                 )
     return made

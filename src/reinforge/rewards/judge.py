@@ -127,7 +127,10 @@ class Judge:
         asked = as_text(prompt)
         if self.mode == "score":
             replies = await asyncio.gather(
-                *(self.ask(self._fill(prompt=asked, completion=c)) for c in completions)
+                *(
+                    self.ask(fill_places(self.template, prompt=asked, completion=c))
+                    for c in completions
+                )
             )
             return [parse_score(reply) for reply in replies]
         if len(completions) < 2:
@@ -151,24 +154,26 @@ class Judge:
         if first == second:
             return [0.5]
         one, other = await asyncio.gather(
-            self.ask(self._fill(prompt=prompt, a=first, b=second)),
-            self.ask(self._fill(prompt=prompt, a=second, b=first)),
+            self.ask(fill_places(self.template, prompt=prompt, a=first, b=second)),
+            self.ask(fill_places(self.template, prompt=prompt, a=second, b=first)),
         )
         straight = parse_verdict(one)
         turned = parse_verdict(other)
         return [r for r in (straight, None if turned is None else 1 - turned) if r is not None]
 
-    def _fill(self, **parts: str) -> str:
-        """The template with its places filled in one go: what stands in an answer is never a
-        place."""
-        mark = (
-            "#"
-            + hashlib.blake2b(
-                "\x1f".join(parts.values()).encode("utf-8", "surrogatepass"), digest_size=6
-            ).hexdigest()
-        )
-        values = {**parts, "mark": mark}
-        return re.sub(r"\{(\w+)\}", lambda m: values.get(m.group(1), m.group()), self.template)
+
+def fill_places(template: str, **parts: str) -> str:
+    """The template with its places filled in one go: what stands in an answer is never a place.
+    {mark} is one that no part contains.
+    """
+    mark = (
+        "#"
+        + hashlib.blake2b(
+            "\x1f".join(parts.values()).encode("utf-8", "surrogatepass"), digest_size=6
+        ).hexdigest()
+    )
+    values = {**parts, "mark": mark}
+    return re.sub(r"\{(\w+)\}", lambda m: values.get(m.group(1), m.group()), template)
 
 
 def as_text(prompt: str | list[dict[str, Any]]) -> str:

@@ -21,7 +21,7 @@ from reinforge.core.errors import InputError
 from reinforge.evals.statistics import wilson
 from reinforge.models.tiny import make_tiny_model
 from reinforge.offline import benchmark as benchmark_module
-from reinforge.offline.generate import NativeSource
+from reinforge.offline.completion_sources import NativeSource
 
 SUMS = [
     {"question": f"What is {a} and {a + 1}?", "answer": f"They are added.\n#### {2 * a + 1}"}

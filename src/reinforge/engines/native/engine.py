@@ -36,7 +36,7 @@ from reinforge.core.engine import (
     Sampling,
     StreamingEngine,
 )
-from reinforge.core.errors import InputError
+from reinforge.core.errors import InputError, RequestError
 from reinforge.core.kv_pool import (
     BLOCK,
     HOST,
@@ -228,7 +228,7 @@ class NativeEngine:
             )
         longest = len(prompt) + params.max_new_tokens
         if self.context is not None and longest > self.context:
-            raise InputError(
+            raise RequestError(
                 f"prompt of {len(prompt)} tokens + max_new_tokens {params.max_new_tokens} is past"
                 f" the model's context of {self.context}.",
                 where="rollout.max_new_tokens",
