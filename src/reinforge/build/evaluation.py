@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 
+from reinforge.build.benchmarks import RunBenchmarks, prompts_of, read_benchmarks
 from reinforge.build.factories import Factories
 from reinforge.build.inputs import EncodedPrompts, RunInputs, encode_eval_prompts, model_inputs
 from reinforge.build.rollouts import eval_rollout
@@ -15,7 +17,7 @@ from reinforge.evals.heldout import HeldOutEvaluation
 from reinforge.loops.view import ViewLike
 from reinforge.models.packed import PackedModel
 
-Evaluate = Callable[[], Awaitable[dict[str, float]]]
+Evaluate = Callable[[], Coroutine[Any, Any, dict[str, float]]]
 OnGroups = Callable[[list[Group]], None]
 
 
@@ -31,6 +33,21 @@ def make_heldout(
     return HeldOutEvaluation(rollout, prompts.rows, inputs.cfg.eval.samples, inputs.best, on_groups)
 
 
+def with_benchmarks(
+    evaluate: Evaluate | None, benchmarks: RunBenchmarks | None, engine: Engine
+) -> Evaluate | None:
+    """The evaluation, and the benchmarks after it."""
+    if benchmarks is None:
+        return evaluate
+    ask = benchmarks.evaluation(engine)
+
+    async def both() -> dict[str, float]:
+        found = {} if evaluate is None else await evaluate()
+        return found | await ask()
+
+    return both
+
+
 def build_heldout(
     inputs: RunInputs,
     factories: Factories,
@@ -38,21 +55,26 @@ def build_heldout(
     *,
     load: Callable[[PackedModel], None] | None = None,
     on_groups: OnGroups | None = None,
-) -> HeldOutEvaluation | None:
+) -> Evaluate | None:
     """The generation part of an evaluation outside of a run; None where there are no held-out rows,
-    or nothing to score answers with. `load` puts a checkpoint's weights into the model.
+    or nothing to score answers with, and no benchmarks. `load` puts a checkpoint's weights into the
+    model.
     """
     prompts = encode_eval_prompts(inputs, view)
-    if prompts is None:
+    benchmarks = read_benchmarks(inputs, view)
+    if prompts is None and benchmarks is None:
         return None
-    models = replace(model_inputs(inputs, prompts), trains=False)
+    models = replace(model_inputs(inputs, prompts, prompts_of(benchmarks)), trains=False)
     view.doing(f"loading the model {inputs.cfg.model.path}")
     policy = factories.make_policy(models)
     if load is not None:
         load(policy)
     view.doing(f"starting the engine ({inputs.cfg.rollout.engine})")
     engine = factories.make_engine(models, policy)
-    return make_heldout(inputs, prompts, engine, view.message, on_groups)
+    heldout = (
+        None if prompts is None else make_heldout(inputs, prompts, engine, view.message, on_groups)
+    )
+    return with_benchmarks(heldout, benchmarks, engine)
 
 
 def with_average(

@@ -12,9 +12,10 @@ from reinforge.algorithms.losses.reward_model import RewardLoss
 from reinforge.algorithms.losses.unpaired import UnpairedLoss
 from reinforge.build.algorithm import reference_of
 from reinforge.build.attempt import Attempt
+from reinforge.build.benchmarks import RunBenchmarks, prompts_of, read_benchmarks
 from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.data import make_cursor, total_steps
-from reinforge.build.evaluation import Evaluate, make_heldout, with_average
+from reinforge.build.evaluation import Evaluate, make_heldout, with_average, with_benchmarks
 from reinforge.build.factories import Factories
 from reinforge.build.inputs import (
     EncodedPrompts,
@@ -39,7 +40,7 @@ from reinforge.core.errors import InputError
 from reinforge.data import units as kinds
 from reinforge.data.disk_rows import DiskRows
 from reinforge.data.units import Unit
-from reinforge.evals.heldout import HeldOutEvaluation, heldout_loss
+from reinforge.evals.heldout import heldout_loss
 from reinforge.evals.rows import heldout_rows, heldout_scores
 from reinforge.loops.checkpointer import Checkpointer
 from reinforge.loops.evaluator import Evaluator
@@ -65,8 +66,9 @@ def build_supervised(
     if units_of(inputs.algorithm) is kinds.judged and (what := kinds.one_sided(inputs.train_rows)):
         view.message(f"warning: data: {what} {kinds.BOTH_LABELS}")
     eval_prompts = encode_eval_prompts(inputs, view) if inputs.rewards else None
+    benchmarks = read_benchmarks(inputs, view)
     text = read_ptx(inputs, view)
-    models = model_inputs(inputs, eval_prompts)
+    models = model_inputs(inputs, eval_prompts, prompts_of(benchmarks))
     steps = total_steps(cfg, len(train.units))
 
     view.doing(f"loading the model {cfg.model.path}")
@@ -90,7 +92,7 @@ def build_supervised(
     train_units, eval_units = units
 
     evaluate = make_evaluate(
-        inputs, models, policy, factories, backend, eval_units, eval_prompts, view
+        inputs, models, policy, factories, backend, eval_units, eval_prompts, benchmarks, view
     )
     # it has a running mean
     parts: dict[str, Stateful] = {"loss": loss} if isinstance(loss, UnpairedLoss) else {}
@@ -139,14 +141,15 @@ def build_supervised_heldout(
     inputs = replace(inputs, cfg=inputs.cfg.model_copy(update={"train": train}))
     held_out = make_units(inputs, inputs.eval_rows, view)
     eval_prompts = encode_eval_prompts(inputs, view) if inputs.rewards else None
-    models = model_inputs(inputs, eval_prompts)
+    benchmarks = read_benchmarks(inputs, view)
+    models = model_inputs(inputs, eval_prompts, prompts_of(benchmarks))
     view.doing(f"loading the model {inputs.cfg.model.path}")
     policy = factories.make_policy(models)
     backend = make_backend(inputs, models, policy, factories, 1, view)
     if load is not None:
         load(policy)
     return make_evaluate(
-        inputs, models, policy, factories, backend, held_out.units, eval_prompts, view
+        inputs, models, policy, factories, backend, held_out.units, eval_prompts, benchmarks, view
     )
 
 
@@ -189,30 +192,38 @@ def make_evaluate(
     backend: Backend,
     units: Sequence[Unit],
     prompts: EncodedPrompts | None,
+    benchmarks: RunBenchmarks | None,
     view: ViewLike,
 ) -> Evaluate | None:
-    """Held-out rows by the loss, and by generation where there are rewards to score it with."""
-    if not units:
+    """Held-out rows by the loss, and by generation where there are rewards to score it with; and
+    benchmarks.
+    """
+    if not units and benchmarks is None:
         return None
     algorithm = inputs.algorithm
     engine: Engine | None = None
-    generation: HeldOutEvaluation | None = None
-    if prompts is not None:
+    generation: Evaluate | None = None
+    if prompts is not None or benchmarks is not None:
         view.doing(f"starting the engine ({inputs.cfg.rollout.engine})")
         engine = factories.make_engine(models, policy)
-        generation = make_heldout(inputs, prompts, engine, view.message)
+        if prompts is not None:
+            generation = make_heldout(inputs, prompts, engine, view.message)
+        generation = with_benchmarks(generation, benchmarks, engine)
 
     async def evaluate() -> dict[str, float]:
-        if algorithm.family == "supervised":
+        found: dict[str, float] = {}
+        if not units:
+            pass
+        elif algorithm.family == "supervised":
             samples = [sample for unit in units for sample in unit]
             found = heldout_loss(backend, samples, backend.budget)
         else:
             found = heldout_rows(backend, algorithm.loss, units)
-        if isinstance(algorithm.loss, RewardLoss) and algorithm.loss.unit == 2:
+        if units and isinstance(algorithm.loss, RewardLoss) and algorithm.loss.unit == 2:
             found |= heldout_scores(backend, units)
         if engine is not None and generation is not None:
             await engine.update(backend.weights(), backend.steps)
-            if "eval/accuracy" in found:  # that of answers that are given
+            if prompts is not None and "eval/accuracy" in found:  # that of answers that are given
                 found["eval/pair_accuracy"] = found.pop("eval/accuracy")
             found |= await generation()
             await engine.sleep()

@@ -10,10 +10,11 @@ from typing import cast
 
 from reinforge.build.algorithm import reference_of
 from reinforge.build.attempt import Attempt
+from reinforge.build.benchmarks import prompts_of, read_benchmarks
 from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.critic import make_critic
 from reinforge.build.data import make_cursor, total_steps
-from reinforge.build.evaluation import make_heldout, with_average
+from reinforge.build.evaluation import Evaluate, make_heldout, with_average, with_benchmarks
 from reinforge.build.factories import Factories
 from reinforge.build.inputs import (
     encode_eval_prompts,
@@ -71,8 +72,9 @@ def build_rl(
     report_few_rows(inputs.cfg, len(inputs.train_rows), view)
     prompts = encode_train_prompts(inputs, view)
     eval_prompts = encode_eval_prompts(inputs, view)
+    benchmarks = read_benchmarks(inputs, view)
     text = read_ptx(inputs, view)
-    models = model_inputs(inputs, prompts, eval_prompts)
+    models = model_inputs(inputs, prompts, eval_prompts, prompts_of(benchmarks))
     rows = prompts.rows
     steps = total_steps(cfg, len(rows))
     per_step = cfg.algorithm.epochs * cfg.algorithm.minibatches
@@ -126,9 +128,10 @@ def build_rl(
         parts["ptx"] = ptx
 
     played: list[Group] = []
-    evaluate = None
+    evaluate: Evaluate | None = None
     if eval_prompts is not None:
         evaluate = make_heldout(inputs, eval_prompts, engine, view.message, played.extend)
+    evaluate = with_benchmarks(evaluate, benchmarks, engine)
     # an evaluation with other weights waits for rollouts that are under way
     settle = None if buffer.drain else buffer.settle
     run = Run(

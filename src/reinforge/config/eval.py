@@ -21,6 +21,40 @@ class EarlyStopConfig(Section):
     )
 
 
+# those of evals/benchmarks/table.py
+BenchmarkName = Literal["gsm8k", "math", "mmlu", "ifeval", "humaneval"]
+
+
+class BenchmarkConfig(Section):
+    """A known benchmark that the evaluations of a run ask too: docs/benchmarks.md."""
+
+    task: BenchmarkName = Field(description="Which one.")
+    rows: str | None = Field(
+        None,
+        description=(
+            "A file with the columns of the original data set, a directory of them, or a hub id."
+            " Default: the hub."
+        ),
+    )
+    shots: str | None = Field(
+        None, description="The same for the examples of few-shot prompts. Default: the hub."
+    )
+    limit: Count | None = Field(None, description="Ask only the first this many rows.")
+    chat: bool | None = Field(
+        None,
+        description=(
+            "Ask in a conversation, or with a text to continue. Default: by whether prompts are"
+            " rendered with a chat template (data.chat)."
+        ),
+    )
+    fewshot: Natural | None = Field(
+        None, description="Examples in the prompt. Default: plain the usual, chat none."
+    )
+    max_new_tokens: Count | None = Field(
+        None, description="Longest answer. Default: the benchmark's."
+    )
+
+
 class EvalConfig(Section):
     every: Natural = Field(
         0,
@@ -36,5 +70,11 @@ class EvalConfig(Section):
     structured: StructuredConfig | None = Field(
         None,
         description="The form that every answer must have. Default: rollout.structured.",
+    )
+    benchmarks: list[BenchmarkConfig] = Field(
+        [],
+        description=(
+            "Known benchmarks that every evaluation asks too, greedily: `eval/gsm8k/accuracy`."
+        ),
     )
     early_stop: EarlyStopConfig | None = None

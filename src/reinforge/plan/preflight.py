@@ -110,11 +110,12 @@ def preflight(config: Config) -> PlanReport:
         report.refuse(*absent)
     _check_run_dir(config, report)
     _check_hub(config, report)
-    if config.eval.every and not (config.data.eval.size or config.data.eval.source):
+    held_out = config.data.eval.size or config.data.eval.source
+    if config.eval.every and not held_out and not config.eval.benchmarks:
         report.refuse(
             "eval.every",
             "there are no held-out rows to evaluate on.",
-            "Set data.eval.size or data.eval.source, or eval.every=0.",
+            "Set data.eval.size, data.eval.source or eval.benchmarks, or eval.every=0.",
         )
     return report
 

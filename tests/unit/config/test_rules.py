@@ -179,6 +179,8 @@ BROKEN: dict[str, list[Overrides]] = {
         ("rollout.top_p=0.9",),
         (FORM, "env={name: single}"),
         ("eval.structured={regex: a}", AGENT),
+        ("eval.benchmarks=[{task: gsm8k}]", "algorithm.name=bradley_terry", NO_REWARDS),
+        ("eval.benchmarks=[{task: gsm8k}, {task: gsm8k}]",),
         ("algorithm.group_size=1",),
         ("algorithm.name=online_dpo", "algorithm.group_size=1"),
         ("algorithm.name=xpo", "algorithm.group_size=3"),

@@ -255,6 +255,18 @@ RULES = (
         "remove it, or the section env or agent",
     ),
     Rule(
+        "eval.benchmarks",
+        lambda c: bool(c.eval.benchmarks) and c.algorithm.family == "reward",
+        "a reward model writes no answers",
+        "remove it",
+    ),
+    Rule(
+        "eval.benchmarks",
+        lambda c: len({b.task for b in c.eval.benchmarks}) < len(c.eval.benchmarks),
+        "a task stands there twice, and its metrics have one name",
+        "remove one",
+    ),
+    Rule(
         "algorithm.group_size",
         lambda c: _one_sample_teaches_nothing(c) and c.algorithm.family == "policy_gradient",
         "a group of 1 has no spread, every advantage would be 0",

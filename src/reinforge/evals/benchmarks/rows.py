@@ -19,8 +19,24 @@ from reinforge.evals.benchmarks.preset import HubSplit, Preset, Record
 # a path, a hub id, or the rows themselves
 GivenRows = str | Path | Iterable[Any]
 TABLES = tuple(suffix for suffix in FILES if suffix not in TEXTS)
-ROWS = "--rows"
-SHOTS = "--shots"
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOption:
+    """Where somebody says which rows: an option of the command line, or a key of a config."""
+
+    where: str  # for errors
+    example: str  # how a file is given there
+    suffix: str = ""  # of the file's name in a directory: gsm8k.shots.jsonl
+    instead: str = ""  # what else helps
+
+
+def rows_option(task: str) -> RowsOption:
+    return RowsOption(f"--rows {task}", f"--rows {task}=FILE")
+
+
+def shots_option(task: str) -> RowsOption:
+    return RowsOption(f"--shots {task}", f"--shots {task}=FILE", ".shots", " or --fewshot 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +47,12 @@ class BenchmarkRow:
     record: Record
 
 
-def read_rows(preset: Preset, given: GivenRows | None, limit: int | None) -> list[BenchmarkRow]:
+def read_rows(
+    preset: Preset, given: GivenRows | None, limit: int | None, option: RowsOption | None = None
+) -> list[BenchmarkRow]:
     """The rows that are asked; None: those of the hub."""
-    records = _checked(preset, _records(preset, preset.rows, given, ROWS), ROWS)
+    option = option or rows_option(preset.name)
+    records = _checked(preset, _records(preset, preset.rows, given, option))
     rows: list[BenchmarkRow] = []
     seen: set[str] = set()
     for i, record in enumerate(islice(records, limit)):
@@ -42,29 +61,34 @@ def read_rows(preset: Preset, given: GivenRows | None, limit: int | None) -> lis
         if name in seen:
             raise InputError(
                 f"two rows have the {preset.id_column} {name!r:.80}.",
-                where=f"{ROWS} {preset.name}",
+                where=option.where,
                 fix="Leave one out, or rename them.",
             )
         seen.add(name)
         rows.append(BenchmarkRow(name, record))
     if not rows:
-        raise InputError("there are no rows.", where=f"{ROWS} {preset.name}")
+        raise InputError("there are no rows.", where=option.where)
     return rows
 
 
 def read_examples(
-    preset: Preset, given: GivenRows | None, count: int, rows: Sequence[BenchmarkRow]
+    preset: Preset,
+    given: GivenRows | None,
+    count: int,
+    rows: Sequence[BenchmarkRow],
+    option: RowsOption | None = None,
 ) -> list[list[Record]]:
     """For every row the first `count` examples: of its own subject, where the preset says so and
     the rows have one. None: those of the hub. A row is no example of itself.
     """
+    option = option or shots_option(preset.name)
     if count == 0:
         return [[] for _ in rows]
     if preset.examples is None and given is None:
         raise InputError(
             f"{preset.name} has no few-shot form.", where="--fewshot", fix="Leave it out."
         )
-    found = list(_checked(preset, _records(preset, preset.examples, given, SHOTS), SHOTS))
+    found = list(_checked(preset, _records(preset, preset.examples, given, option)))
     by: dict[Any, list[Record]] = {}
     for example in found:
         by.setdefault(_kind(preset, example), []).append(example)
@@ -76,8 +100,8 @@ def read_examples(
             about = f" with {preset.same} {kind!r}" if kind is not None else ""
             raise InputError(
                 f"{count} examples are wanted, and there are {len(mine)}{about}.",
-                where=f"{SHOTS} {preset.name}",
-                fix="Give more, or fewer with --fewshot.",
+                where=option.where,
+                fix=f"Give more of them: {option.example}{option.instead}.",
             )
         chosen.append(mine)
     return chosen
@@ -88,14 +112,14 @@ def _kind(preset: Preset, record: Record) -> Any:
 
 
 def _records(
-    preset: Preset, split: HubSplit | None, given: GivenRows | None, option: str
+    preset: Preset, split: HubSplit | None, given: GivenRows | None, option: RowsOption
 ) -> Iterator[tuple[str, Record]]:
     if given is None:
         assert split is not None
         return _of_hub(preset, split, option)
     if not isinstance(given, str | Path):
-        name = f"{option} {preset.name}"
-        return ((f"{name} row {i}", row) for i, row in enumerate(rows_of(given, name)))
+        found = rows_of(given, option.where)
+        return ((f"{option.where} row {i}", row) for i, row in enumerate(found))
     path = Path(given).expanduser()
     if path.is_dir():
         files = _files(path, preset, split, option)
@@ -103,43 +127,42 @@ def _records(
     if path.suffix.lower() in TABLES:
         if not path.is_file():
             raise InputError(
-                f"there is no file {path}.", where=f"{option} {preset.name}", fix=_by_path(preset)
+                f"there is no file {path}.", where=option.where, fix=_by_path(preset, option)
             )
         return read(str(path))
     if path.exists():
         raise InputError(
             f"cannot read {path}.",
-            where=f"{option} {preset.name}",
+            where=option.where,
             fix=f"Give a file that ends in {', '.join(TABLES)}, or a directory of them.",
         )
     at = split or preset.rows
     return _of_hub(preset, HubSplit(str(given), at.split, at.subset), option)
 
 
-def _of_hub(preset: Preset, split: HubSplit, option: str) -> Iterator[tuple[str, Record]]:
+def _of_hub(preset: Preset, split: HubSplit, option: RowsOption) -> Iterator[tuple[str, Record]]:
     options = {"name": split.subset} if split.subset else {}
     try:
         yield from read(split.dataset, split=split.split, options=options)
     except InputError as error:
         raise InputError(
-            f"{split}: {error.what}", where=f"{option} {preset.name}", fix=_by_path(preset, option)
+            f"{split}: {error.what}", where=option.where, fix=_by_path(preset, option)
         ) from None
 
 
-def _by_path(preset: Preset, option: str = ROWS) -> str:
-    without = " or --fewshot 0" if option == SHOTS else ""
+def _by_path(preset: Preset, option: RowsOption) -> str:
     return (
-        f"Give them by path: {option} {preset.name}=FILE (.jsonl or .parquet, with the columns"
-        f" {', '.join(preset.columns)}){without}."
+        f"Give them by path: {option.example} (.jsonl or .parquet, with the columns"
+        f" {', '.join(preset.columns)}){option.instead}."
     )
 
 
-def _files(folder: Path, preset: Preset, split: HubSplit | None, option: str) -> list[Path]:
+def _files(folder: Path, preset: Preset, split: HubSplit | None, option: RowsOption) -> list[Path]:
     """Of a directory: gsm8k.jsonl or gsm8k.shots.jsonl; or in gsm8k/ (or in it itself), below the
     subset's name if that is there, the files that begin with the name of the split, as a download
     of the hub has them.
     """
-    word = preset.name if option == ROWS else f"{preset.name}.shots"
+    word = f"{preset.name}{option.suffix}"
     for suffix in TABLES:
         if (file := folder / f"{word}{suffix}").is_file():
             return [file]
@@ -156,14 +179,12 @@ def _files(folder: Path, preset: Preset, split: HubSplit | None, option: str) ->
             return found
     raise InputError(
         f"{folder} has no {word}.jsonl, and no files of the split {wanted.split}.",
-        where=f"{option} {preset.name}",
+        where=option.where,
         fix=_by_path(preset, option),
     )
 
 
-def _checked(
-    preset: Preset, records: Iterable[tuple[str, Record]], option: str
-) -> Iterator[Record]:
+def _checked(preset: Preset, records: Iterable[tuple[str, Record]]) -> Iterator[Record]:
     """Records that the preset can ask and judge; others are told with their place."""
     for place, record in records:
         missing = [

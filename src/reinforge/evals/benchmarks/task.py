@@ -9,7 +9,7 @@ from typing import Any
 from reinforge.core.engine import Sampling
 from reinforge.core.row import Row
 from reinforge.evals.benchmarks.preset import AnswerJudge, Preset, Record, until
-from reinforge.evals.benchmarks.rows import BenchmarkRow, GivenRows, read_examples
+from reinforge.evals.benchmarks.rows import BenchmarkRow, GivenRows, RowsOption, read_examples
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ def make_task(
     max_new_tokens: int | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    shots_given_by: RowsOption | None = None,
 ) -> BenchmarkTask:
     """Reads the examples; raises InputError where there are none. Without `fewshot`: as many as the
     preset's plain prompt has, and none in a chat.
@@ -88,6 +89,5 @@ def make_task(
         "temperature": temperature,
         "top_p": top_p,
     }
-    return BenchmarkTask(
-        preset, rows, read_examples(preset, shots, count, rows), chat, sampling, settings
-    )
+    examples = read_examples(preset, shots, count, rows, shots_given_by)
+    return BenchmarkTask(preset, rows, examples, chat, sampling, settings)
