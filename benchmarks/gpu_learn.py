@@ -38,6 +38,7 @@ ANCHOR: dict[str, Any] = {
     "train.learning_rate": 1e-5,
     "train.steps": 60,
 }
+TEMPLATE = "{q}\nReply with the final number only."
 EXAMPLES = (
     "Work from left to right.\n12 + 30 - 7 = 42 - 7 = 35\n64 - 81 = -17\nNow the same for this"
     " one. {q}"
@@ -66,7 +67,7 @@ def config(args: argparse.Namespace, folder: str) -> Any:
         "data": {
             "source": rows,
             "columns": {"answer": "a"},
-            "template": "{q}\nReply with the final number only.",
+            "template": TEMPLATE,
             "where": {"split": "train"},
             "eval": {"source": rows, "where": {"split": "test"}},
         },

@@ -4,10 +4,13 @@ speculation and without.
     python benchmarks/speculation.py --model DIR [--prompts 32] [--group 8] [--rows 32]
                                      [--response 256] [--drafts 3] [--temperature 1.0] [--epochs 3]
                                      [--questions FILE] [--exact] [--out FILE]
+    python benchmarks/speculation.py --model DIR --learn ROWS.jsonl [--steps 40] ...
     python benchmarks/speculation.py --smoke
 
 Prompts are questions of reasoning-gym's chain_sum, or the field `question` of the lines of a file;
-at most `--rows` answers are generated at once, with other random numbers in every epoch. Prints
+at most `--rows` answers are generated at once, with other random numbers in every epoch. `--learn`
+first trains the model for some steps on rows {"q", "a", "split"} (gpu_learn.py, recipe anchor) and
+asks those rows: a policy that has begun to learn says similar things again. Prints
 seconds, steps, tokens and the accepted length (tokens per sequence and step) of each epoch, and the
 speed-up of those after the first. Exits with 1 if, with `--exact`, any token differs. `--smoke`
 runs a random tiny model, exact, anywhere.
@@ -20,25 +23,32 @@ import asyncio
 import hashlib
 import json
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_learn import TEMPLATE, config
 from gpu_step import random_model
 
+from reinforge.build.run import train_config
 from reinforge.config.model import ModelConfig
 from reinforge.core.engine import Completion, Sampling
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.native.drafts import Speculation
+from reinforge.loops.view import NoView
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import load_model, stop_tokens
+from reinforge.offline.export import export
 
 
 def questions(tokenizer: Any, count: int, file: Path | None) -> list[list[int]]:
     if file is not None:
         rows = [json.loads(line) for line in file.read_text().splitlines()[:count]]
+        if "q" in rows[0]:
+            rows = [{"question": TEMPLATE.format(**row)} for row in rows]
     else:
         import reasoning_gym
 
@@ -52,6 +62,23 @@ def questions(tokenizer: Any, count: int, file: Path | None) -> list[list[int]]:
             )
         found.append(tokenizer.encode(text, add_special_tokens=False))
     return found
+
+
+def learned(args: argparse.Namespace, folder: Path) -> Path:
+    """The model after some steps of GRPO on `args.learn`."""
+    settings = argparse.Namespace(
+        model=str(args.model),
+        rows=args.learn,
+        compile=False,
+        every=0,
+        seed=0,
+        seconds=None,
+        recipe="anchor",
+        set=[f"train.steps={args.steps}", f"run.checkpoint.every={args.steps}"],
+    )
+    cfg = config(settings, str(folder / "run"))
+    train_config(cfg, view=NoView())
+    return export(folder / "run", folder / "learned")
 
 
 async def epoch(
@@ -131,8 +158,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--exact", action="store_true", help="compare tokens and log-probs")
     parser.add_argument("--questions", type=Path, help="a JSONL file instead of chain_sum")
+    parser.add_argument("--learn", type=Path, metavar="ROWS", help="train on these rows first")
+    parser.add_argument("--steps", type=int, default=40, help="of that training")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.learn is not None and args.questions is None:
+        args.questions = args.learn
     if args.smoke:
         args.exact = True
         args.prompts, args.group, args.rows, args.response = 2, 2, 4, 24
@@ -145,6 +176,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
+    room = tempfile.TemporaryDirectory()
+    if args.learn is not None:
+        args.model = learned(args, Path(room.name))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.smoke:
         plain = random_model("tiny", device)
@@ -173,6 +207,7 @@ def main() -> int:
         "speculation": found[args.drafts],
     }
     print(json.dumps({k: v for k, v in result.items() if not isinstance(v, list)}))
+    room.cleanup()
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if args.exact and not same else 0

@@ -168,6 +168,14 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge the adapter into the weights.")
     ] = False,
+    gguf: Annotated[
+        str | None,
+        typer.Option(
+            "--gguf",
+            metavar="PRECISION",
+            help="Also write it as one file for llama.cpp: f16, bf16 or f32.",
+        ),
+    ] = None,
     push: Annotated[
         str | None,
         typer.Option(
@@ -184,6 +192,8 @@ def export(
       reinforge export runs/chain-sum exported
 
       reinforge export runs/chain-sum exported --merge --checkpoint best
+
+      reinforge export runs/chain-sum exported --merge --gguf f16
     """
     if not run.is_dir():
         raise InputError(f"no such run directory: {run}.", where="RUN")
@@ -199,7 +209,7 @@ def export(
         )
     from reinforge.offline.export import export as write
 
-    print(write(run, out, checkpoint=checkpoint, merge=merge, push=push))
+    print(write(run, out, checkpoint=checkpoint, merge=merge, gguf=gguf, push=push))
 
 
 def tiny(

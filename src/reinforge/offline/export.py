@@ -26,6 +26,7 @@ from reinforge.models.load import (
 from reinforge.models.save import writing
 from reinforge.models.scalar import ScalarModel
 from reinforge.offline.card import Form, card
+from reinforge.offline.gguf_file import PRECISIONS, gguf_package, write_gguf
 
 PUSH = "--push"
 
@@ -36,12 +37,14 @@ def export(
     *,
     checkpoint: str = "latest",
     merge: bool = False,
+    gguf: str | None = None,
     push: str | None = None,
     lineage: Sequence[str] = (),
 ) -> Path:
     """Writes model (or adapter, or reward model), tokenizer, chat template, generation config and a
     model card to `out`. `merge` folds the adapter into the weights; where the run kept an average
-    of the weights (train.ema), it is exported. `push` is a hub id to upload the directory to.
+    of the weights (train.ema), it is exported. `gguf`: a precision (f16, bf16, f32) in which the
+    model is also written as a file for llama.cpp. `push` is a hub id to upload the directory to.
     """
     if not is_run(run):
         raise InputError(
@@ -59,8 +62,12 @@ def export(
     config = config_from_dict(
         json.loads((run / "config.json").read_text()), where=str(run / "config.json")
     )
+    if gguf is not None:
+        check_gguf(config, merge, gguf)
     write = _write_scores if config.algorithm.family == "reward" else _write_model
     form = write(config, run, out, checkpoint, merge)
+    if gguf is not None:
+        write_gguf(out, gguf)
     text = card(
         run,
         config,
@@ -73,6 +80,27 @@ def export(
     if push is not None and token is not None:
         upload(out, push, token)
     return out
+
+
+def check_gguf(config: Config, merge: bool, precision: str) -> None:
+    """Before anything is loaded: whether there will be a whole model to write."""
+    if precision not in PRECISIONS:
+        raise InputError(
+            f"there is no precision {precision!r}.",
+            where="--gguf",
+            fix=f"Give one of {', '.join(PRECISIONS)}.",
+        )
+    if config.algorithm.family == "reward":
+        raise InputError(
+            "llama.cpp does not load reward models.", where="--gguf", fix="Export without --gguf."
+        )
+    if config.adapter is not None and not merge:
+        raise InputError(
+            "a GGUF file has a whole model, and this run trained an adapter.",
+            where="--gguf",
+            fix="Add --merge.",
+        )
+    gguf_package()
 
 
 def _write_model(config: Config, run: Path, out: Path, checkpoint: str, merge: bool) -> Form:
