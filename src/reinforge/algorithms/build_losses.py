@@ -178,6 +178,11 @@ def distillation(
             where="algorithm.options",
             fix=f"It has: {', '.join(sorted(takes))}.",
         )
+    k = settings.get("k")
+    if k is not None and (not isinstance(k, int) or k < 1):
+        raise InputError(
+            f"{k!r} is no number of tokens.", where="algorithm.options.k", fix="32 is usual."
+        )
     share = settings.pop("share", None)
     reduce = AlgorithmSettings({}).bind(REDUCERS, o.reduce, "algorithm.reduce")
     made = _algorithm(name, spec, o, DistillationLoss(divergence, reduce=reduce, **settings))

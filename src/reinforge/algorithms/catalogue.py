@@ -238,8 +238,7 @@ class AlgorithmSpec:
     # defaults of settings that go to the parts by name (`algorithm.options`)
     options: Mapping[str, Any] = field(default_factory=dict)
     shaped: bool = False  # has a soft length penalty unless told otherwise
-    # of a teacher's distribution only the best tokens are read, few enough for a disk
-    teacher_fits_disk: bool = False
+    other_tokens: bool = False  # its teacher may have another tokenizer, and reads the same texts
 
     @property
     def family(self) -> str:
@@ -448,8 +447,8 @@ TABLE: dict[str, AlgorithmSpec] = {
     "jsd": _loss(DISTILLATION, "jsd", "2306.13649"),
     "skew_forward": _loss(DISTILLATION, "skew_kl", "2402.03898"),
     "skew_reverse": _loss(DISTILLATION, "skew_rkl", "2402.03898"),
-    "topk": AlgorithmSpec(DISTILLATION, {"loss": "topk_kl"}, teacher_fits_disk=True),
-    "uld": _loss(DISTILLATION, "uld", "2402.12030"),
+    "topk": _loss(DISTILLATION, "topk_kl", "", k=32),
+    "uld": AlgorithmSpec(DISTILLATION, {"loss": "uld"}, "2402.12030", other_tokens=True),
     # and on what the student samples
     "gkd": _loss(MIXED_DISTILLATION, "jsd", "2306.13649", share=0.5),
     "opd": AlgorithmSpec(

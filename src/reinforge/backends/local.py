@@ -25,7 +25,14 @@ from reinforge.backends.teachers import Teachers
 from reinforge.checkpoint.tensors import CheckpointTensors, within
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
-from reinforge.core.backend import Loss, State, Stateful, TrainedTokens
+from reinforge.core.backend import (
+    TEACHER_IDS,
+    TEACHER_LOGPROBS,
+    Loss,
+    State,
+    Stateful,
+    TrainedTokens,
+)
 from reinforge.core.batch import Batch, Totals, rejoin
 from reinforge.core.errors import InputError
 from reinforge.core.metrics import LossMetrics, StepMetrics
@@ -170,6 +177,11 @@ class LocalBackend:
         if "teacher" in needs:
             assert self.teachers is not None, "this backend was made without a teacher"
             batch.streams["teacher"] = self.teachers.logprobs(moved, self.temperature).cpu()
+        if TEACHER_LOGPROBS in needs:
+            assert self.teachers is not None, "this backend was made without a teacher"
+            # a server tells log-probs at temperature 1 and no others: config/rules
+            ids, logprobs = self.teachers.best(moved, self.teachers.k, 1.0)
+            batch.streams |= {TEACHER_IDS: ids.cpu(), TEACHER_LOGPROBS: logprobs.cpu()}
         if "values_after" in needs:
             batch.streams["values_after"] = self.model.values(moved, after=True).cpu()
         if "values" in needs:

@@ -144,7 +144,8 @@ class AgentEndpoint:
     ) -> tuple[ReplyFormatter, AsyncGenerator[AnswerPiece, None]]:
         session = self._line()
         sampling_request = self._sampling_request(request, request.max_tokens)
-        if request.echo or request.logprobs or request.max_tokens == 0:
+        scored = request.echo or request.logprobs or request.prompt_logprobs is not None
+        if scored or request.max_tokens == 0:
             raise ApiError(
                 400, "echo, max_tokens: 0 and the likeliest tokens: not in training", param="echo"
             )

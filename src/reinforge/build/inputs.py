@@ -137,9 +137,15 @@ def read_inputs(
 
 
 def encode_prompts(
-    inputs: RunInputs, rows: Sequence[Row], max_new_tokens: int, view: ViewLike
+    inputs: RunInputs,
+    rows: Sequence[Row],
+    max_new_tokens: int,
+    view: ViewLike,
+    check: Callable[[Row], object] | None = None,
 ) -> EncodedPrompts:
-    """The rows' prompts as token ids, after the length policy."""
+    """The rows' prompts as token ids, after the length policy. `check` raises what else is wrong
+    with a row.
+    """
     cfg = inputs.cfg
     context = inputs.context
     view.doing(f"tokenising {len(rows)} prompts")
@@ -151,7 +157,7 @@ def encode_prompts(
             fix="Lower it.",
         )
     limit = cfg.data.max_length or context - max_new_tokens
-    prompts = _fitted_prompts(inputs, rows, limit, view)
+    prompts = _fitted_prompts(inputs, rows, limit, view, check)
     if cfg.env is not None or cfg.agent is not None:
         longest = episode_tokens(cfg, context)
     else:
@@ -167,7 +173,11 @@ def encode_prompts(
 
 
 def _fitted_prompts(
-    inputs: RunInputs, rows: Sequence[Row], limit: int, view: ViewLike
+    inputs: RunInputs,
+    rows: Sequence[Row],
+    limit: int,
+    view: ViewLike,
+    check: Callable[[Row], object] | None,
 ) -> EncodedPrompts:
     """All prompts, tokenised once. Of rows on disk nothing but lengths is kept."""
     cfg = inputs.cfg.data
@@ -181,6 +191,8 @@ def _fitted_prompts(
     for i, row in enumerate(rows):
         whole: list[int] | None = None
         with bad.looking_at(row.id):
+            if check is not None:
+                check(row)
             whole = inputs.renderer.prompt(row)
         if whole is None:
             continue
@@ -213,8 +225,11 @@ def _fitted_prompts(
     return EncodedPrompts(select(rows, kept), lengths, longest=0, ids_of=ids_of)
 
 
-def encode_train_prompts(inputs: RunInputs, view: ViewLike) -> EncodedPrompts:
-    return encode_prompts(inputs, inputs.train_rows, inputs.cfg.rollout.max_new_tokens, view)
+def encode_train_prompts(
+    inputs: RunInputs, view: ViewLike, check: Callable[[Row], object] | None = None
+) -> EncodedPrompts:
+    longest = inputs.cfg.rollout.max_new_tokens
+    return encode_prompts(inputs, inputs.train_rows, longest, view, check)
 
 
 def encode_eval_prompts(inputs: RunInputs, view: ViewLike) -> EncodedPrompts | None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from reinforge.algorithms.losses.distillation import DistillationLoss
 from reinforge.algorithms.losses.unpaired import MISMATCHED, UnpairedLoss
-from reinforge.backends.teachers import IDS, LOGPROBS
 from reinforge.build.inputs import RunInputs
-from reinforge.core.backend import Backend
+from reinforge.config.schema import Config
+from reinforge.core.backend import TEACHER_IDS, TEACHER_LOGPROBS, Backend
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.data.units import Unit
@@ -67,6 +67,11 @@ def precompute_reference(inputs: RunInputs, backend: Backend, units: Split) -> S
     return found[: len(train)], found[len(train) : len(every)]
 
 
+def kept_tokens(cfg: Config) -> Path:
+    """Where a teacher's likeliest tokens are kept."""
+    return Path(cfg.run.dir) / "teacher.safetensors"
+
+
 def precompute_teacher(
     inputs: RunInputs, policy: PackedModel, backend: Backend, units: Split
 ) -> Split:
@@ -83,13 +88,16 @@ def precompute_teacher(
 
     def ask(batch: Batch) -> Streams:
         ids, logprobs = teachers.best(batch.to(backend.device), k, temperature)
-        return {IDS: ids, LOGPROBS: logprobs}
+        return {TEACHER_IDS: ids, TEACHER_LOGPROBS: logprobs}
 
+    name = f"{cfg.path}@{cfg.revision}"
+    if cfg.server is not None:
+        name = f"{cfg.server.model} of a server"
     train, held_out = units
     found = with_streams(
         [*train, *held_out],
-        Path(inputs.cfg.run.dir) / "teacher.safetensors",
-        f"{cfg.path}@{cfg.revision} k={k} T={temperature}",
+        kept_tokens(inputs.cfg),
+        f"{name} k={k} T={temperature}",
         backend.budget,
         ask,
     )

@@ -12,6 +12,7 @@ from reinforge.engines.native import NativeEngine
 from reinforge.models.load import load_scalar, stop_tokens
 from reinforge.rewards.model import CHAT, ModelReward
 from reinforge.serve.options import ServeOptions, name_of
+from reinforge.serve.prompt_scores import PromptScoringService
 from reinforge.serve.scorer import RewardModelScorer
 from reinforge.serve.service import ModelService
 
@@ -38,11 +39,12 @@ def load_service(source: str, options: ServeOptions) -> ModelService:
         prefix_cache=True,
     )
     name = options.name or name_of(source)
-    return ModelService(
+    return PromptScoringService(
         engine,
         name=name,
         max_new_tokens=options.max_new_tokens,
         max_completions=options.max_completions,
+        max_logprobs=options.max_logprobs,
     )
 
 

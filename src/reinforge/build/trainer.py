@@ -34,6 +34,7 @@ from reinforge.build.supervised import build_supervised
 from reinforge.build.teachers import make_teachers
 from reinforge.config.schema import Config
 from reinforge.core.sample import Group
+from reinforge.data.domains import Domains
 from reinforge.loops.checkpointer import Checkpointer
 from reinforge.loops.evaluator import Evaluator
 from reinforge.loops.given_callbacks import Callbacks
@@ -45,6 +46,7 @@ from reinforge.loops.view import ViewLike
 from reinforge.models.causal import CausalModel
 from reinforge.rewards.normalization import RewardNormalization
 from reinforge.rollout.journal import Journal
+from reinforge.rollout.players.domains import DomainRollout
 
 
 def build(
@@ -70,7 +72,8 @@ def build_rl(
     inputs = read_inputs(cfg, given, view, factories.make_rewards)
     cfg = inputs.cfg
     report_few_rows(inputs.cfg, len(inputs.train_rows), view)
-    prompts = encode_train_prompts(inputs, view)
+    domains = Domains.of(cfg.teacher)
+    prompts = encode_train_prompts(inputs, view, None if domains is None else domains.index)
     eval_prompts = encode_eval_prompts(inputs, view)
     benchmarks = read_benchmarks(inputs, view)
     text = read_ptx(inputs, view)
@@ -92,7 +95,7 @@ def build_rl(
         temperature=cfg.rollout.temperature,
         reference=reference_of(cfg, inputs.algorithm),
         paired=critic is not None,
-        teachers=make_teachers(inputs, policy),
+        teachers=make_teachers(inputs, policy, longest=models.longest),
     )
     view.doing(f"starting the engine ({cfg.rollout.engine})")
     engine = factories.make_engine(models, policy)
@@ -101,6 +104,8 @@ def build_rl(
     rollout = training_rollout(inputs, prompts, engine, journal, view.message)
     running = rollout.scorer.running = RewardNormalization.of(inputs.rewards)
     group_rollout = add_demonstrations(inputs, rows, rollout)
+    if domains is not None:
+        group_rollout = DomainRollout(group_rollout, domains)
     group_rollout, updated_engine = add_opponent(
         inputs, models, rows, group_rollout, engine, policy, backend
     )

@@ -16,6 +16,7 @@ from reinforge.data.bad_rows import SHOWN, BadRows
 from reinforge.data.blocks import cut_into_blocks
 from reinforge.data.chat import Renderer
 from reinforge.data.disk_rows import DiskRows, select
+from reinforge.data.domains import Domains
 from reinforge.data.sources import MIXTURE
 from reinforge.data.units import Unit
 from reinforge.loops.view import ViewLike
@@ -43,7 +44,13 @@ def make_units(inputs: RunInputs, rows: Sequence[Row], view: ViewLike) -> UnitRo
         return make_blocks(inputs.cfg.data, inputs.renderer, inputs.context, rows, view)
     view.doing(f"tokenising {len(rows)} rows")
     cfg = inputs.cfg.data
-    make = units_of(inputs.algorithm)
+    domains = Domains.of(inputs.cfg.teacher)
+    units = units_of(inputs.algorithm)
+
+    def make(renderer: Renderer, row: Row) -> list[Unit]:
+        made = units(renderer, row)
+        return made if domains is None else [domains.mark(row, unit) for unit in made]
+
     limit = cfg.max_length or inputs.context
     on_disk = isinstance(rows, DiskRows)
     kept: list[Unit] = []

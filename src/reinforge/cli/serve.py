@@ -70,6 +70,14 @@ def serve(
             min=1,
         ),
     ] = ServeOptions.max_completions,
+    max_logprobs: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Likeliest tokens that prompt_logprobs may ask for; more are answered 400.",
+            min=0,
+        ),
+    ] = ServeOptions.max_logprobs,
     max_connections: Annotated[
         int,
         typer.Option(
@@ -128,6 +136,7 @@ def serve(
         max_requests=max_requests,
         max_body_mib=max_body_mib,
         max_completions=max_completions,
+        max_logprobs=max_logprobs,
         max_connections=max_connections,
         header_seconds=header_seconds,
         body_seconds=body_seconds,

@@ -82,8 +82,11 @@ OTHER_NAMES = {
 }
 
 
+NAME = "NAME"  # of a section that the user names
+
+
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section type inside an annotation: `X`, `X | None` or `list[X]`."""
+    """The section type inside an annotation: `X`, `X | None`, `list[X]` or `dict[str, X]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for arg in typing.get_args(annotation) if (found := section_of(arg))), None)
@@ -91,22 +94,30 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 def all_keys(model: type[BaseModel] = Config, prefix: Loc = ()) -> Iterator[tuple[Loc, Any]]:
     """Every key of the configuration with its field, sections before what is in them; list items
-    are key 0.
+    are key 0, and names that the user chooses are NAME.
     """
     for name, field in model.model_fields.items():
         yield (*prefix, name), field
         if section := section_of(field.annotation):
-            inside = (
-                (*prefix, name, 0)
-                if typing.get_origin(field.annotation) is list
-                else (*prefix, name)
-            )
-            yield from all_keys(section, inside)
+            origin = typing.get_origin(field.annotation)
+            item: Loc = (0,) if origin is list else (NAME,) if origin is dict else ()
+            yield from all_keys(section, (*prefix, name, *item))
+
+
+def _schema_path(loc: Loc) -> Loc:
+    """A place in a file as `all_keys` writes it."""
+    keys = {path for path, _ in all_keys()}
+    path: Loc = ()
+    for part in loc:
+        known = (*path, 0 if isinstance(part, int) else part)
+        named = known not in keys and any(key[: len(path) + 1] == (*path, NAME) for key in keys)
+        path = (*path, NAME) if named else known
+    return path
 
 
 def did_you_mean(loc: Loc) -> str:
     """Looks for a key in the section where it was written, then anywhere."""
-    parent = tuple(0 if isinstance(p, int) else p for p in loc[:-1])
+    parent = _schema_path(loc[:-1])
     key = str(loc[-1])
     keys = [path for path, _ in all_keys()]
     siblings = [str(path[-1]) for path in keys if path[:-1] == parent]
@@ -153,12 +164,12 @@ def _shown(value: Any) -> str:
 
 
 def _description(loc: Loc) -> str:
-    path = tuple(0 if isinstance(p, int) else p for p in loc)
+    path = _schema_path(loc)
     return next((field.description or "" for key, field in all_keys() if key == path), "")
 
 
 def _keys_inside(loc: Loc) -> list[str]:
-    path = tuple(0 if isinstance(p, int) else p for p in loc)
+    path = _schema_path(loc)
     return [str(key[-1]) for key, _ in all_keys() if key[:-1] == path]
 
 

@@ -80,15 +80,17 @@ def _rows(
         spec = definition["properties"][name]
         section = section_of(field.annotation)
         many = spec.get("type") == "array"
+        named = spec.get("type") == "object"  # several, by names of the user's
         if section:
-            if field.default is None or many:
+            if field.default is None or many or named:
                 yield (
                     key,
-                    "list" if many else "section",
+                    "list" if many else "mapping" if named else "section",
                     "off",
                     field.description or _line(section.__doc__),
                 )
-            yield from _rows(section, schema, f"{key}.N" if many else key)
+            below = f"{key}.N" if many else f"{key}.NAME" if named else key
+            yield from _rows(section, schema, below)
         else:
             default = (
                 "required"

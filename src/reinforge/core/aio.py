@@ -6,6 +6,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -37,6 +38,14 @@ def run_sync(work: Coroutine[Any, Any, T], interrupt: Callable[[], None] | None 
         return asyncio.run(work)
     with EventLoop(interrupt) as loop:
         return loop.run(work)
+
+
+def run_apart(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end in a thread of its own, wherever it is called from. Signals stay
+    with whoever has them: for a part of a step that a run must finish before it stops.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="apart") as pool:
+        return pool.submit(asyncio.run, work).result()
 
 
 class EventLoop:

@@ -15,12 +15,16 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from reinforge.core.batch import Batch, Totals
+from reinforge.core.batch import DOMAIN, Batch, Totals
 from reinforge.core.metrics import LossMetrics, StepMetrics
 from reinforge.core.model_facts import ModelFacts
 from reinforge.core.report import StepReport
 from reinforge.core.sample import Sample
 from reinforge.core.weights import Weights
+
+# Streams [M, k]: the likeliest tokens of a teacher at every trained place, and their log-probs.
+TEACHER_IDS = "teacher_ids"
+TEACHER_LOGPROBS = "teacher_logprobs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,12 @@ class Loss(ABC):
     given: Divergence | None = None
     # ... to a teacher with another tokenizer: the i-th token against the i-th
     by_rank: bool = False
+    # the names of the domains that the stream `domain` counts; none where rows have no domain
+    domains: tuple[str, ...] = ()
+
+    def name_domains(self, names: tuple[str, ...]) -> None:
+        """Tells the loss whose means it is to report."""
+        self.domains = names
 
     @property
     def idle(self) -> bool:
@@ -87,6 +97,20 @@ class Loss(ABC):
         `Extreme`.
         """
         ...
+
+
+def by_domain(
+    name: str, values: Tensor, tokens: TrainedTokens, totals: Totals, domains: Sequence[str]
+) -> LossMetrics:
+    """The mean of `values` [M] over the tokens of each domain, as metrics `name/domain`."""
+    if DOMAIN not in tokens.streams:
+        return {}
+    of_token = tokens.streams[DOMAIN]
+    return {
+        f"{name}/{domain}": values.detach()[of_token == i].sum() / totals.domain_tokens[i]
+        for i, domain in enumerate(domains)
+        if totals.domain_tokens.get(i)
+    }
 
 
 @runtime_checkable
@@ -218,7 +242,7 @@ class Backend(Protocol):
 
     def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
         """Fills streams without gradient: old, reference, values (and the bootstrap of truncated
-        samples), values_after, teacher, collision.
+        samples), values_after, teacher, teacher_ids with teacher_logprobs, collision.
         """
         ...
 

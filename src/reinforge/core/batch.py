@@ -14,13 +14,16 @@ Legend: N tokens of the pack, M trained tokens, S samples.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from reinforge.core.sample import Sample
+
+# A stream: which domain the token's row is of, where every domain has a teacher of its own.
+DOMAIN = "domain"
 
 
 @dataclass(slots=True)
@@ -119,6 +122,13 @@ class Batch:
     def trained_lengths(self) -> Tensor:
         """[S] trained tokens of each sequence."""
         return torch.bincount(self.sequence, minlength=len(self.samples))
+
+    def of(self, rows: Sequence[int]) -> Batch:
+        """Some of the samples, packed as these are, on the same device, with the streams that the
+        samples brought along.
+        """
+        chosen = [self.samples[i] for i in rows]
+        return Batch.pack(chosen, share=_is_shared(self)).to(self.tokens.device)
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device`; the samples stay where they are."""
@@ -228,6 +238,8 @@ class Totals:
     # means over the others
     left_out: int = 0
     traced: int = 0  # slots of samples that people want to look at: core/trace.py
+    # trained tokens that are computed of each domain, where rows have one
+    domain_tokens: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def seen(self) -> int:
@@ -235,6 +247,7 @@ class Totals:
 
     @classmethod
     def of(cls, batches: Iterable[Batch], max_length: int = 0) -> Totals:
+        batches = list(batches)
         per_episode: dict[str, int] = {}
         samples = 0
         chosen = 0
@@ -246,7 +259,26 @@ class Totals:
                 if n:
                     per_episode[sample.episode] = per_episode.get(sample.episode, 0) + n
         limit = max_length or max(per_episode.values(), default=1)
-        return cls(sum(per_episode.values()), len(per_episode), limit, per_episode, samples, chosen)
+        return cls(
+            sum(per_episode.values()),
+            len(per_episode),
+            limit,
+            per_episode,
+            samples,
+            chosen,
+            domain_tokens=domain_tokens(batches),
+        )
+
+
+def domain_tokens(batches: Iterable[Batch]) -> dict[int, int]:
+    """Trained tokens of each domain; none where rows have no domain."""
+    found: dict[int, int] = {}
+    for batch in batches:
+        if DOMAIN in batch.streams:
+            for domain, n in enumerate(torch.bincount(batch.streams[DOMAIN].long()).tolist()):
+                if n:
+                    found[domain] = found.get(domain, 0) + n
+    return found
 
 
 def pack(

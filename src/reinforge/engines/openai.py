@@ -29,6 +29,16 @@ LONGEST_PAUSE = 60.0
 Prompt = str | list[dict[str, Any]]
 
 
+class ServerSilent(InputError):
+    """A server that was asked again and again and did not answer. `OpenAIClient` raises it."""
+
+
+class ServerRefuses(InputError):
+    """A server that says no, whatever it is asked (a key, a name). `OpenAIClient` raises it; what
+    may be wrong with one request alone is a `RequestError`.
+    """
+
+
 @dataclass(frozen=True)
 class OpenAIServer:
     """Where a server with an OpenAI-compatible API is, and how hard it may be asked. Made from a
@@ -68,6 +78,8 @@ class OpenAIClient:
         self.http = httpx2.AsyncClient(
             base_url=server.url.rstrip("/") + "/",
             headers=headers,
+            # certificates take 50 ms to read, and some clients live for one pack of a step
+            verify=not server.url.startswith("http://"),
             timeout=httpx2.Timeout(server.timeout, connect=10.0),
             limits=httpx2.Limits(max_connections=server.parallel),
         )
@@ -89,7 +101,7 @@ class OpenAIClient:
                 raise InputError(
                     f"{self.server.url} has the models {', '.join(found) or '(none)'}.",
                     where=self.where,
-                    fix="Name one with --model-name.",
+                    fix="Name one with --model-name, or with `model` in a configuration.",
                 )
             self._model = found[0]
         return self._model
@@ -142,6 +154,10 @@ class OpenAIClient:
             ]
         return answers[:n]
 
+    async def get(self, path: str) -> dict[str, Any]:
+        """What the server says at a path below its address."""
+        return await self._request("GET", path)
+
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """What another service says: a path below the server's address, or an address
         of its own.
@@ -165,7 +181,7 @@ class OpenAIClient:
                     problem = f"{reply.status_code} {_message(reply)}"
                     wait = _seconds(reply.headers.get("retry-after"))
                     if reply.status_code not in AGAIN:
-                        kind = RequestError if reply.status_code in THIS_ONE else InputError
+                        kind = RequestError if reply.status_code in THIS_ONE else ServerRefuses
                         raise kind(
                             f"{self.server.url} refuses: {problem}",
                             where=self.where,
@@ -176,7 +192,7 @@ class OpenAIClient:
                         0.5, 1.0
                     )
                     await asyncio.sleep(grown if wait is None else min(wait, 5 * LONGEST_PAUSE))
-            raise InputError(
+            raise ServerSilent(
                 f"{self.server.url} does not answer after {self.server.retries + 1} tries:"
                 f" {problem}",
                 where=self.where,

@@ -46,6 +46,8 @@ MAY_CHANGE = (
     "rollout.engine",
     "engine.",
 )
+# Of a teacher's server: where it is and how it is asked.
+MAY_CHANGE_OF_SERVER = ("url", "api_key_env", "parallel", "retries", "timeout")
 Changes = dict[str, list[Any]]  # dotted key: [old value, new value]
 
 
@@ -66,8 +68,11 @@ def allowed(key: str, value: Any) -> bool:
     """Whether `key` may change to `value` without making the run another one than it was so far."""
     if key == "train.tokens_per_microbatch":
         return value != "auto"  # auto keeps what the run had, and the record would not say so
+    *section, name = key.split(".")
+    if section and section[0] == "teacher" and section[-1] == "server":
+        return name in MAY_CHANGE_OF_SERVER
     return any(
-        f"{key}.".startswith(name) if name.endswith(".") else key == name for name in MAY_CHANGE
+        f"{key}.".startswith(free) if free.endswith(".") else key == free for free in MAY_CHANGE
     )
 
 

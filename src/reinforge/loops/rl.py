@@ -21,7 +21,7 @@ from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.losses import value
 from reinforge.algorithms.parts import corrections
 from reinforge.core.backend import Backend
-from reinforge.core.batch import Batch, Totals, pack
+from reinforge.core.batch import Batch, Totals, domain_tokens, pack
 from reinforge.core.engine import Engine, GenerationStats
 from reinforge.core.errors import Terminated
 from reinforge.core.metrics import Metrics, StepMetrics, average
@@ -256,6 +256,7 @@ class RLTrainer:
         if self.skip_idle and self.algorithm.idle:
             minibatch = with_signal(minibatch, self.backend.budget, share=self.backend.share)
             totals = replace(totals, left_out=totals.tokens - sum(b.n_trained for b in minibatch))
+            totals = replace(totals, domain_tokens=domain_tokens(minibatch))
         if trace is not None:
             totals = replace(totals, traced=trace.slots)
         metrics = self.backend.forward_backward(minibatch, self.algorithm.loss, totals)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.explain import explained, place_of
-from reinforge.core.batch import Batch, Totals
+from reinforge.core.batch import DOMAIN, Batch, Totals
 from reinforge.core.metrics import Metrics, StepMetrics
 from reinforge.core.sample import Group, Sample
 from reinforge.core.signal import why_masked
@@ -31,7 +31,7 @@ TEXT = 160  # characters of a prompt's end and of an answer's beginning
 DIGITS = 7
 LOGPROBS = ("behaviour", "old", "reference", "teacher")
 SPREAD = ("values", "returns")
-CONSTANT = ("wins", "score")  # streams with one number for a whole answer
+CONSTANT = ("wins", "score", DOMAIN)  # streams with one number for a whole answer
 HIDDEN = (STREAM, "by_reference")
 REWARD = [place_of(combined), place_of(RewardScorer.total)]
 

@@ -27,10 +27,7 @@ def models_of(config: Config) -> list[tuple[str, str]]:
     if config.critic and config.critic.path:
         places.append(("critic.path", config.critic.path))
     if teacher is not None:
-        places += [
-            ("teacher.path", teacher.path),
-            *((f"teacher.also.{i}.path", t.path) for i, t in enumerate(teacher.also)),
-        ]
+        places += [(f"{key}.path", one.path) for key, one in teacher.teachers() if one.path]
     for i, reward in enumerate(config.rewards):
         path = reward.options.get("path")
         if reward.name in ("model", "process") and isinstance(path, str):

@@ -143,11 +143,9 @@ def check_other_models(config: Config) -> None:
     """That the teachers, the critic and the reward models on the hub are there: asks for their
     configurations. Directories were looked at before.
     """
-    revisions = {}
+    revisions: dict[str, str | None] = {}
     if config.teacher is not None:
-        teachers = [("teacher", config.teacher.revision)]
-        teachers += [(f"teacher.also.{i}", t.revision) for i, t in enumerate(config.teacher.also)]
-        revisions = {f"{key}.path": revision for key, revision in teachers}
+        revisions = {f"{key}.path": one.revision for key, one in config.teacher.teachers()}
     for key, name in models_of(config):
         of_the_policy = key in ("model.path", "model.tokenizer")
         if not of_the_policy and not Path(name).expanduser().exists():

@@ -25,6 +25,7 @@ class ServeOptions:
     max_requests: int = 256  # at once
     max_body_mib: int = 8
     max_completions: int = 512  # prompts x n of one request
+    max_logprobs: int = 128  # likeliest tokens in place of each token of a prompt
     max_connections: int = 1024  # open at once
     header_seconds: float = 10.0  # for the headers of a request to arrive
     body_seconds: float = 60.0  # for the rest of it, and for a client to read some more

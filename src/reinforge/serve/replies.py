@@ -24,6 +24,7 @@ from reinforge.serve.text import Decode, VisibleText
 
 Json = dict[str, Any]
 Top = list[tuple[int, float]]
+Place = dict[str, Json]  # a place of a prompt: what may stand there, by token id
 
 
 @dataclass
@@ -43,6 +44,8 @@ class PreparedRequest:
     tools: bool = False
     # each prompt's text, log-probs and likeliest tokens
     echo: list[tuple[str, list[float], list[Top]]] | None = None
+    # of each prompt's tokens, where `prompt_logprobs` asks for it; the first has none
+    scored: list[list[Place | None]] | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -218,11 +221,11 @@ class ReplyFormatter:
                     k: None if asked[k] is None else asked[k] + (made["logprobs"][k] or [])
                     for k in asked
                 }
-        return (
-            {**made, "token_ids": choice.tokens, "prompt_token_ids": prompt}
-            if self.wanted.token_ids
-            else made
-        )
+        if self.wanted.scored is not None:
+            made["prompt_logprobs"] = self.wanted.scored[index // self.wanted.n]
+        if self.wanted.token_ids:
+            made |= {"token_ids": choice.tokens, "prompt_token_ids": prompt}
+        return made
 
     def _entries(self, tokens: list[int], logprobs: list[float], tops: list[Top]) -> Json:
         """Log-probs in the manner of chat completions."""

@@ -169,6 +169,8 @@ class CompletionRequest(ApiRequest):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     echo: bool = False
+    # vLLM's: of every token of the prompt, and of so many of the likeliest in its place
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: Any = None
     suffix: Any = None
 

@@ -5,6 +5,7 @@ tabular model, DFT and NEFTune.
 from __future__ import annotations
 
 import math
+import pickle
 from functools import partial
 from itertools import product
 from typing import Any
@@ -61,6 +62,11 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], float]] = {
     "skew reverse": ("skew_rkl", {"alpha": 0.2}, kl(Q, mix(P, Q, 0.8))),
     "top-2": ("topk_kl", {"k": 2}, kl(REST_P, REST_Q)),
     "top-2 reverse": ("topk_kl", {"k": 2, "reverse": True}, kl(REST_Q, REST_P)),
+    "jsd of the top 2": (
+        "jsd",
+        {"beta": 0.3, "k": 2},
+        0.3 * kl(REST_P, mix(REST_P, REST_Q, 0.3)) + 0.7 * kl(REST_Q, mix(REST_P, REST_Q, 0.3)),
+    ),
     "uld": ("uld", {}, sum(abs(a - b) for a, b in zip(sorted(P), sorted(Q), strict=True))),
 }
 
@@ -121,6 +127,20 @@ def test_support_kl_of_what_an_api_returns() -> None:
     q = f64([[0.2, 0.1]]).log()
     p = f64([[0.6, 0.3]]).log()
     assert float(support_kl(q, p)) == pytest.approx(kl([0.6, 0.3, 0.1], [0.2, 0.1, 0.7]))
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_a_loss_computes_the_same_on_another_rank_and_from_given_tokens(case: str) -> None:
+    """After it was sent there, and, where the best tokens are enough, with them alone."""
+    name, settings, want = GOLDEN[case]
+    loss = pickle.loads(pickle.dumps(DistillationLoss(name, temperature=T, **settings)))
+    student = f64([STUDENT])
+    assert float(loss.divergence(student, f64([TEACHER]))) == pytest.approx(want, abs=1e-12)
+    assert (loss.k is None) == (loss.given is None) == ("k" not in settings)
+    if loss.given is not None:
+        best = (f64([TEACHER]) / T).log_softmax(-1).topk(2)
+        given = torch.cat((best.indices.double(), best.values), -1)
+        assert float(loss.given(student, given)) == pytest.approx(want, abs=1e-12)
 
 
 # ---- chunks

@@ -23,6 +23,7 @@ from reinforge.core.errors import InputError
 Overrides = tuple[str, ...]
 
 TEACHER = "teacher={path: org/teacher}"
+SERVED = "teacher={server: {url: http://127.0.0.1:8000/v1}}"
 VLLM = "rollout.engine=vllm"
 FORM = "rollout.structured={regex: a}"
 AGENT = "agent={name: 'module:play'}"
@@ -189,6 +190,12 @@ BROKEN: dict[str, list[Overrides]] = {
         ("ptx={source: x.txt}", "rollout.temperature=0.7"),
         ("algorithm.name=forward_kl", NO_REWARDS),
         ("algorithm.name=jsd", NO_REWARDS, "teacher={path: org/teacher, precompute: true}"),
+        ("algorithm.name=opd", NO_REWARDS, "teacher={domains: {a: {path: org/a}, b: {}}}"),
+        ("algorithm.name=opd", NO_REWARDS, "teacher={path: org/a, domains: {b: {path: org/b}}}"),
+        ("algorithm.name=uld", NO_REWARDS, "teacher={domains: {a: {path: org/a}}}"),
+        ("algorithm.name=topk", NO_REWARDS, SERVED, "teacher.also=[{path: org/a}]"),
+        ("algorithm.name=minillm", NO_REWARDS, SERVED),
+        ("algorithm.name=opd", NO_REWARDS, SERVED, "rollout.temperature=0.7"),
         ("sampling.replay={share: 0.1}", "train.prompts_per_step=4"),
         ("algorithm.name=rloo", "sampling.replay={}"),
         ("algorithm.old=recompute", "sampling.replay={}"),

@@ -203,6 +203,49 @@ def test_top_logprobs_are_the_models(client: Any, service: ModelService, chat_mo
     ]
 
 
+def test_prompt_logprobs_are_by_id(
+    chat_model: str, client: Any, server: tuple[str, ModelService], service: ModelService
+) -> None:
+    """As vLLM gives them: the token itself and the k likeliest, at temperature 1 whatever the
+    answer's. Up to a limit.
+    """
+    ids = service.tokenizer("the cat sat", add_special_tokens=False).input_ids
+    scored = trainer_score(service.engine.engine.model)(ids).tolist()
+    asked: dict[str, Any] = {"model": "tiny", "prompt": [ids, ids[:4]], "max_tokens": 0}
+    found = client.completions.create(
+        **asked, temperature=0.3, extra_body={"prompt_logprobs": 40}
+    ).choices
+    assert [c.text for c in found] == ["", ""] and [len(c.prompt_logprobs) for c in found] == [
+        len(ids),
+        4,
+    ]
+    first = found[0].prompt_logprobs
+    assert first[0] is None and len(service.tokenizer) > 40
+    assert [p[str(i)]["logprob"] for i, p in zip(ids[1:], first[1:], strict=True)] == (
+        pytest.approx(scored[1:], abs=1e-5)
+    )
+    for i, place in zip(ids[1:], first[1:], strict=True):
+        best = [p["logprob"] for p in place.values() if p["rank"] is not None]
+        assert len(best) == 40 and best == sorted(best, reverse=True)
+        assert len(place) == 40 + (place[str(i)]["rank"] is None)
+        assert place[str(i)]["decoded_token"] == service.spell([i])
+        assert place[str(i)]["logprob"] <= best[0]
+    asked["max_tokens"] = 2
+    only = client.completions.create(**asked, seed=1, extra_body={"prompt_logprobs": 0})
+    assert [list(p) for p in only.choices[0].prompt_logprobs[1:]] == [[str(i)] for i in ids[1:]]
+    plain = client.completions.create(**asked, seed=1)
+    assert [c.text for c in only.choices] == [c.text for c in plain.choices]
+    with served_model(chat_model, max_logprobs=3) as (url, _):
+        body = {**asked, "prompt_logprobs": 4}
+        status, reply = raw(url, "POST", "/v1/completions", json.dumps(body).encode())
+        assert (
+            status == 400 and "at most 3 here (serve --max-logprobs)" in reply["error"]["message"]
+        )
+    streamed = {**asked, "prompt_logprobs": 4, "stream": True}
+    status, reply = raw(server[0], "POST", "/v1/completions", json.dumps(streamed).encode())
+    assert status == 400 and reply["error"]["message"] == "prompt_logprobs: not with stream"
+
+
 def test_echo_scores_the_prompt(client: Any, service: ModelService) -> None:
     """What evaluation harnesses ask for: log-probs of given text, nothing generated."""
     text = "the cat sat"

@@ -13,7 +13,7 @@ the temperature T; multiply the loss by T^2 (`DistillationLoss` does) to keep it
 | jsd        | b KL(p, m) + (1 - b) KL(q, m), m = b p + (1-b) q | 2306.13649 |
 | skew_kl    | KL(p, a p + (1 - a) q)                         | 2402.03898 |
 | skew_rkl   | KL(q, (1 - a) p + a q)                         | 2402.03898 |
-| topk_kl    | KL over the teacher's k best tokens and the rest as one | |
+| topk_kl    | KL over the teacher's k best tokens and the rest as one; jsd too, with a `k` | |
 | uld        | sum of |p_(i) - q_(i)|, each sorted; vocabularies may differ | 2402.12030 |
 
 Legend: R rows of a chunk, V vocabulary, M trained tokens of a micro-batch.
@@ -23,14 +23,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from reinforge.algorithms.parts.reduce import Reduce, token_mean
-from reinforge.algorithms.settings import look_up
-from reinforge.core.backend import Loss, TrainedTokens
+from reinforge.algorithms.settings import look_up, settings_of
+from reinforge.core.backend import (
+    TEACHER_IDS,
+    TEACHER_LOGPROBS,
+    Loss,
+    TrainedTokens,
+    by_domain,
+)
 from reinforge.core.batch import Totals
 from reinforge.core.metrics import LossMetrics
 from reinforge.core.trace import traced
@@ -70,13 +77,28 @@ def reverse_kl(student: Tensor, teacher: Tensor, *, temperature: float = 1.0) ->
     return _kl(q, p)
 
 
-def jsd(student: Tensor, teacher: Tensor, *, beta: float = 0.5, temperature: float = 1.0) -> Tensor:
+def jsd(
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    beta: float = 0.5,
+    k: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
     """beta KL(p, m) + (1 - beta) KL(q, m), m = beta p + (1 - beta) q (GKD, 2306.13649 eq. 1).
 
     At the ends this is 0; as everywhere, beta 0 means forward_kl and 1 reverse_kl, which are its
-    limits divided by beta and 1 - beta.
+    limits divided by beta and 1 - beta. `k`: over k + 1 outcomes, as `topk_kl`.
     """
     q, p = _log_softmax(student, teacher, temperature)
+    if k is None:
+        return _jsd(q, p, beta)
+    best = p.topk(min(k, p.shape[-1]), -1)
+    return support_jsd(q.gather(-1, best.indices), best.values, beta=beta)
+
+
+def _jsd(q: Tensor, p: Tensor, beta: float) -> Tensor:
+    """[R] from log-probs."""
     if beta in (0, 1):
         return _kl(p, q) if beta == 0 else _kl(q, p)
     m = _mix(p, q, beta)
@@ -126,15 +148,32 @@ def support_kl(student: Tensor, teacher: Tensor, *, reverse: bool = False) -> Te
     return _kl(q, p) if reverse else _kl(p, q)
 
 
-def given_topk(
-    student: Tensor, given: Tensor, *, reverse: bool = False, temperature: float = 1.0
+def support_jsd(student: Tensor, teacher: Tensor, *, beta: float = 0.5) -> Tensor:
+    """[R] `jsd` from log-probs [R, k] of both on a common support."""
+    assert student.shape == teacher.shape
+    return _jsd(_with_rest(student), _with_rest(teacher), beta)
+
+
+# the divergences that need no more of a teacher than its k best tokens
+SUPPORTED: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
+    topk_kl: support_kl,
+    jsd: support_jsd,
+}
+
+
+def given_best(
+    student: Tensor,
+    given: Tensor,
+    *,
+    compare: Callable[[Tensor, Tensor], Tensor] = support_kl,
+    temperature: float = 1.0,
 ) -> Tensor:
-    """[R] `topk_kl` where the teacher's k best tokens and their log-probs at the temperature were
-    computed before: `given` [R, 2k] holds the ids, then the log-probs.
+    """[R] a divergence on the support of the teacher's k best tokens, where those and their
+    log-probs at the temperature are given: `given` [R, 2k] holds the ids, then the log-probs.
     """
     ids, p = given.chunk(2, -1)
     q = (student / temperature).log_softmax(-1).gather(-1, ids.long())
-    return support_kl(q, p.to(q.dtype), reverse=reverse)
+    return compare(q, p.to(q.dtype))
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:
@@ -186,18 +225,27 @@ class DistillationLoss(Loss):
         **settings: Any,
     ):
         function = look_up(DIVERGENCES, name, "algorithm.name")
-        self.divergence: Callable[[Tensor, Tensor], Tensor] = lambda s, t: function(
-            s, t, temperature=temperature, **settings
-        )
+        # no function of its own: a loss is sent to the ranks that train with it
+        self.divergence = partial(function, temperature=temperature, **settings)
         self.weight = weight
         self.scale = 1.0 if function is uld else temperature**2
         self.reduce = reduce
         self.temperature = temperature
-        self.k = settings.get("k", 32) if function is topk_kl else None
+        # how many of the teacher's best tokens it compares on; None: on all tokens
+        self.k: int | None = settings.get("k", settings_of(function).get("k"))
         self.by_rank = function is uld
-        self.given: Callable[[Tensor, Tensor], Tensor] = lambda s, t: given_topk(
-            s, t, temperature=temperature, reverse=settings.get("reverse", False)
-        )
+        if self.k is not None:
+            rest = {name: value for name, value in settings.items() if name != "k"}
+            self.given = partial(
+                given_best,
+                compare=partial(SUPPORTED[function], **rest),
+                temperature=temperature,
+            )
+
+    def ask_best(self) -> None:
+        """The teacher tells its best tokens and no more: they are asked for before every step."""
+        assert self.k is not None, "this divergence is over all tokens"
+        self.needs = self.needs | {TEACHER_IDS, TEACHER_LOGPROBS}
 
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, LossMetrics]:
         assert tokens.divergence is not None, "the backend has no teacher"
@@ -211,6 +259,8 @@ class DistillationLoss(Loss):
         metrics: LossMetrics = {"distillation/loss": loss.detach()}
         for name, value in watched.items():
             metrics[f"distillation/{name}"] = value.detach().sum() / max(totals.tokens, 1)
+        told = "distillation/divergence"
+        metrics |= by_domain(told, tokens.divergence, tokens, totals, self.domains)
         shown = {
             "logprob": tokens.logprobs,
             "weight": weights,

@@ -13,7 +13,7 @@ from torch import Tensor
 from reinforge.algorithms.losses.distillation import DistillationLoss, minillm_returns, opd_reward
 from reinforge.algorithms.parts.rollouts import AdvantageOptions, Rollouts
 from reinforge.core.backend import Loss, TrainedTokens
-from reinforge.core.batch import Totals
+from reinforge.core.batch import DOMAIN, Totals
 from reinforge.core.metrics import LossMetrics, tensor_of
 from reinforge.core.trace import LOSS
 
@@ -35,12 +35,12 @@ def teacher_ratio(
     the policy gradient lowers it.
 
     Only the token itself counts, not what comes after it (on-policy distillation; `bound` cuts
-    |A|). `minillm` has the rest. `centre` takes off the mean over the batch: a baseline, which
-    changes the noise and not the expectation.
+    |A|). `minillm` has the rest. `centre` takes off the mean over the batch, or over the tokens of
+    the same domain where domains have teachers of their own: a baseline, which changes the noise
+    and not the expectation.
     """
-    return _centred(
-        opd_reward(_students(rollouts), rollouts.streams["teacher"], clip=bound), centre
-    )
+    values = opd_reward(_students(rollouts), rollouts.streams["teacher"], clip=bound)
+    return _centred(values, rollouts) if centre else values
 
 
 def teacher_returns(
@@ -49,16 +49,23 @@ def teacher_returns(
     """A_t = R_{t+1}, the mean (or, not normalised, the sum) of log p - log q over later tokens:
     MiniLLM's long term (2306.08543).
     """
-    return _centred(
-        minillm_returns(
-            _students(rollouts), rollouts.streams["teacher"], rollouts.sequence, normalise=normalise
-        ),
-        centre,
+    values = minillm_returns(
+        _students(rollouts), rollouts.streams["teacher"], rollouts.sequence, normalise=normalise
     )
+    return _centred(values, rollouts) if centre else values
 
 
-def _centred(values: Tensor, on: bool) -> Tensor:
-    return values - values.mean() if on and len(values) else values
+def _centred(values: Tensor, rollouts: Rollouts) -> Tensor:
+    """Every domain by itself: what another teacher thinks of other rows is nothing to these."""
+    if not len(values):
+        return values
+    if DOMAIN not in rollouts.streams:
+        return values - values.mean()
+    centred = values.clone()
+    for domain in rollouts.streams[DOMAIN].unique():
+        own = rollouts.streams[DOMAIN] == domain
+        centred[own] -= values[own].mean()
+    return centred
 
 
 ADVANTAGES: dict[str, Any] = {"teacher_ratio": teacher_ratio, "teacher_returns": teacher_returns}
@@ -81,6 +88,10 @@ class PolicyAndDistillationLoss(Loss):
         self.divergence = distillation.divergence
         self.given = distillation.given
         self.by_rank = distillation.by_rank
+
+    def name_domains(self, names: tuple[str, ...]) -> None:
+        self.policy.name_domains(names)
+        self.distillation.name_domains(names)
 
     def __call__(self, tokens: TrainedTokens, totals: Totals) -> tuple[Tensor, LossMetrics]:
         policy, metrics = self.policy(tokens, totals)

@@ -20,7 +20,7 @@ from reinforge.algorithms.parts.kl import KL, k3
 from reinforge.algorithms.parts.reduce import Reduce
 from reinforge.algorithms.parts.surrogates import Surrogate, safe_ratio
 from reinforge.algorithms.parts.terms import LossTerms
-from reinforge.core.backend import Loss, TrainedTokens
+from reinforge.core.backend import Loss, TrainedTokens, by_domain
 from reinforge.core.batch import Totals
 from reinforge.core.metrics import Extreme, LossMetrics
 from reinforge.core.trace import traced
@@ -125,6 +125,9 @@ class PolicyLoss(Loss):
         done["policy/loss"] = loss.detach()
         if "policy/ratio" in averages:
             done["policy/ratio/max"] = Extreme.largest(averages["policy/ratio"].detach().max())
+        if "teacher" in streams:
+            kl = averages["policy/teacher_kl"]
+            done |= by_domain("policy/teacher_kl", kl, tokens, totals, self.domains)
         if "behaviour" in streams:
             done |= mismatch(now if self.engine_old else old, streams["behaviour"], totals.seen)
         shown = {"logprob": now, "weight": share, "loss": weighted}

@@ -6,10 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reinforge.config.rules.facts import moving, opposed, samples, uncorrected
+from reinforge.config.rules.facts import (
+    best_tokens,
+    moving,
+    opposed,
+    samples,
+    served_teacher,
+    uncorrected,
+    whole_distributions,
+)
 from reinforge.config.rules.table import YES, Cell, Column, Feature, No, Problem, Rule, Table
 from reinforge.config.sampling import SamplingConfig
 from reinforge.config.sections import Sections
+from reinforge.config.teacher import OneTeacherConfig
 
 
 def _cells(
@@ -223,6 +232,22 @@ def _has_turns(config: Sections) -> bool:
     return config.env is not None or config.agent is not None
 
 
+def _unclear(one: OneTeacherConfig) -> bool:
+    return (one.path is None) == (one.server is None)
+
+
+def _several_of_best(config: Sections) -> bool:
+    """Whether servers are asked for their best tokens, which are not the same tokens."""
+    return served_teacher(config) and best_tokens(config)
+
+
+def _temperature(config: Sections) -> float:
+    """At which the teacher's log-probs are wanted."""
+    if "advantage" in config.algorithm.spec.parts:
+        return config.rollout.temperature
+    return float(config.algorithm.options.get("temperature", 1))
+
+
 RULES = (
     Rule(
         "rewards",
@@ -313,10 +338,58 @@ RULES = (
         lambda c: (
             c.teacher is not None
             and c.teacher.precompute
-            and (not c.algorithm.spec.teacher_fits_disk or bool(c.teacher.also))
+            and (not best_tokens(c) or samples(c) or bool(c.teacher.also or c.teacher.domains))
         ),
-        "a whole distribution per token does not fit a disk",
+        "a whole distribution per token does not fit a disk; the best tokens of one teacher on"
+        " given text do",
         "use algorithm topk with one teacher",
+    ),
+    Rule(
+        "teacher",
+        lambda c: c.teacher is not None and any(_unclear(one) for _, one in c.teacher.teachers()),
+        "a teacher is a path or a server, one of them",
+        "write e.g. `teacher: {path: org/name}` or `teacher: {server: {url: http://host:8000/v1}}`",
+    ),
+    Rule(
+        "teacher.domains",
+        lambda c: (
+            c.teacher is not None
+            and bool(c.teacher.domains)
+            and (bool(c.teacher.also) or c.teacher.weight != 1 or not _unclear(c.teacher))
+        ),
+        "every domain has one teacher, and no other teacher is asked",
+        "remove path, server, weight and also of the section teacher",
+    ),
+    Rule(
+        "teacher.domains",
+        lambda c: (
+            c.teacher is not None and bool(c.teacher.domains) and c.algorithm.spec.other_tokens
+        ),
+        "{algorithm} reads texts with the tokenizer of one teacher",
+        "name one teacher, or use an algorithm for the student's tokenizer",
+    ),
+    Rule(
+        "teacher.also",
+        lambda c: (
+            c.teacher is not None
+            and bool(c.teacher.also)
+            and (c.algorithm.spec.other_tokens or _several_of_best(c))
+        ),
+        "{algorithm} compares with one teacher",
+        "remove it",
+    ),
+    Rule(
+        "teacher.server",
+        lambda c: served_teacher(c) and whole_distributions(c),
+        "{algorithm} compares the probabilities of all tokens, and a server tells a few",
+        "use opd, topk, or gkd or jsd with algorithm.options.k, or give the teacher's path",
+    ),
+    Rule(
+        "teacher.server",
+        lambda c: served_teacher(c) and _temperature(c) != 1,
+        "a server tells log-probs at temperature 1, and {algorithm} is asked for another",
+        "set rollout.temperature and algorithm.options.temperature to 1, or give the teacher's"
+        " path",
     ),
     Rule(
         "sampling.replay.share",

@@ -38,6 +38,27 @@ def samples(config: Sections) -> bool:
     return config.algorithm.rl
 
 
+def best_tokens(config: Sections) -> bool:
+    """Whether of a teacher's distribution only the best tokens are read, few enough for a disk or a
+    server.
+    """
+    algorithm = config.algorithm
+    asked = {**algorithm.spec.options, **algorithm.options}
+    return algorithm.family == "distillation" and asked.get("k") is not None
+
+
+def whole_distributions(config: Sections) -> bool:
+    """Whether a teacher's probabilities of all tokens are compared with the student's."""
+    algorithm = config.algorithm
+    compares = algorithm.family == "distillation" and "loss" in algorithm.spec.parts
+    return compares and not best_tokens(config)
+
+
+def served_teacher(config: Sections) -> bool:
+    """Whether a teacher is behind a server."""
+    return config.teacher is not None and config.teacher.served
+
+
 def uncorrected(config: Sections) -> bool:
     """Whether nothing in the loss knows that samples are older than the weights."""
     algorithm = config.algorithm

@@ -18,6 +18,7 @@ from reinforge.config.sections import Sections
 
 def missing(config: Sections) -> Iterator[Problem]:
     yield from _engine(config)
+    yield from _teachers(config)
     yield from _deepspeed(config)
     if config.train.backend == "megatron" and not megatron.installed():
         yield Problem(
@@ -53,6 +54,18 @@ def _engine(config: Sections) -> Iterator[Problem]:
             f"no such program: {engine.python}",
             f"Give the path of a Python that has {package}.",
         )
+
+
+def _teachers(config: Sections) -> Iterator[Problem]:
+    teachers = [] if config.teacher is None else config.teacher.teachers()
+    for key, one in teachers:
+        name = None if one.server is None else one.server.api_key_env
+        if name is not None and not os.environ.get(name):
+            yield Problem(
+                f"{key}.server.api_key_env",
+                f"the environment variable {name} is not set.",
+                "Set it to the key of the server.",
+            )
 
 
 def _deepspeed(config: Sections) -> Iterator[Problem]:
