@@ -155,9 +155,10 @@ class Trainer(ConfigTrainer):
         `datasets.Dataset`, a torch `Dataset`, or a dict of columns; `eval_data` the same, or hold
         rows out with `overrides=["data.eval.size=100"]`.
         `rewards` are names, functions `(prompts, completions, **columns) -> list[float | None]`,
-        plain or async, or pairs (function, weight), in any mixture; one alone needs no list. Beside
-        a config they take the place of its rewards, and one whose name the config has keeps the
-        weight and options that it has there.
+        plain or async, pairs (function, weight), or dicts as in a configuration (`{"name": "model",
+        "options": {...}}`), in any mixture; one alone needs no list. Beside a config they take the
+        place of its rewards, and one whose name the config has keeps the weight and options that it
+        has there.
         `steps` says how long the run is, or `epochs`, in passes over the rows; without either, 100
         steps. `adapter` is its section of the configuration, e.g. `{"rank": 16}`.
         `tools` are functions with type hints and a docstring, plain or async, that the model may
@@ -564,6 +565,7 @@ def generate(
     max_new_tokens: int | None = None,
     seed: int = 0,
     adapter: str | None = None,
+    fixed: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> list[dict[str, Any]]:
     """Completions: for every prompt `n` dicts with the row's columns, completion, tokens, logprobs
@@ -573,9 +575,10 @@ def generate(
     `prompts` are texts, rows as `reinforge.train` takes them, or the path of a file; None: those of
     the run or configuration. With `out` they are written there too, as JSONL; what was answered
     before a kill is then not asked again. `max_new_tokens` is by default that of the run or
-    configuration, else 256. `more`: config, server, labelling, raw, logprobs, token_ids and
-    constraint (`reinforge.core.constraint.Constraint`) of
-    `reinforge.offline.generate.generate_file`.
+    configuration, else 256. `fixed` are columns with the same value in every row, as data.fixed:
+    the attributes that are wanted of a model that was trained with data.attributes. `more`: config,
+    server, labelling, raw, logprobs, token_ids and constraint
+    (`reinforge.core.constraint.Constraint`) of `reinforge.offline.generate.generate_file`.
     """
     from reinforge.offline.generate import generate_file
 
@@ -592,6 +595,7 @@ def generate(
                 max_new_tokens=max_new_tokens,
                 seed=seed,
                 adapter=adapter,
+                fixed=fixed,
                 **more,
             )
         )
@@ -710,10 +714,12 @@ def _rewards_of(
 
 
 def score(
-    rewards: GivenRewards, data: Iterable[Any], completions: Sequence[str] | None = None
+    rewards: GivenRewards,
+    data: str | Path | Iterable[Any],
+    completions: Sequence[str] | None = None,
 ) -> list[dict[str, float | None]]:
     """What rewards say of completions: for each a dict with every component and their weighted
-    total, `reward`.
+    total, `reward`; of a reward model with several heads also every attribute.
 
     `rewards` and `data` are as `reinforge.train` takes them. The completions are given beside the
     rows, or stand in their column `completion`.

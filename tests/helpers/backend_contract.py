@@ -17,7 +17,15 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 import torch
 
-from helpers.split_backends import LENGTHS, frozen, identical, load, policy_loss, update
+from helpers.split_backends import (
+    LENGTHS,
+    attributes_pass,
+    frozen,
+    identical,
+    load,
+    policy_loss,
+    update,
+)
 from helpers.toys import make_samples, relative, train_config
 from reinforge.algorithms.losses.policy import PolicyLoss
 from reinforge.algorithms.losses.supervised import NLLLoss
@@ -42,7 +50,7 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 MODELS: dict[str, Load] = {
     **{kind: partial(load, kind) for kind in ("full", "tied", "lora", "bfloat16", "checkpointed")},
-    **{kind: partial(load, kind) for kind in ("loaded", "critic", "experts")},
+    **{kind: partial(load, kind) for kind in ("loaded", "critic", "attributes", "experts")},
     "biased": partial(load, "full", "qwen2"),
     "normed": partial(load, "full", "qwen3"),
     "unbounded": partial(load, "full", "mistral", sliding_window=None),
@@ -53,6 +61,7 @@ FEATURES = {
     "lora": "adapter",
     "loaded": "adapter",
     "critic": "critic",
+    "attributes": "algorithm.name",
     "test_what_follows_the_weights": "train.ema",
 }
 
@@ -512,6 +521,21 @@ class BackendContract:
             assert found == pytest.approx(want, rel=1e-3, abs=1e-6)
             assert torch.allclose(again, values, atol=1e-4)
         assert float(values.abs().max()) > 1e-3  # it has learned to say something
+        backend.load(frozen(local.state()))
+        assert identical(backend.state(), local.state())
+
+    @of("attributes")
+    def test_an_attribute_model(self, make: Make, one: Make) -> None:
+        """Several heads, and answers that were not given all attributes."""
+        local = one(False, learning_rate=1e-2)
+        backend = make(False, learning_rate=1e-2)
+        for _ in range(3):
+            want, said = attributes_pass(local)
+            found, again = attributes_pass(backend)
+            assert {"reward/loss/helpfulness", "reward/mean/verbosity"} <= want.keys()
+            assert found == pytest.approx(want, rel=1e-3, abs=1e-6)
+            assert said.shape[1] == 2 and torch.allclose(again, said, atol=1e-4)
+        assert float((said[:, 0] - said[:, 1]).abs().max()) > 1e-3  # the heads differ
         backend.load(frozen(local.state()))
         assert identical(backend.state(), local.state())
 

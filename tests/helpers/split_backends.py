@@ -5,13 +5,15 @@ everything, and one pass over the same samples in each.
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 from functools import partial
 from typing import Any
 
 import torch
 
-from helpers.toys import ToyTokenizer, gradients, make_module, train_config
+from helpers.toys import ToyTokenizer, gradients, make_module, make_samples, train_config
+from reinforge.algorithms.losses.attributes import AttributeLoss, target
 from reinforge.algorithms.losses.policy import PolicyLoss
 from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.algorithms.parts.corrections import tis
@@ -25,12 +27,40 @@ from reinforge.backends.local import LocalBackend
 from reinforge.config.adapter import AdapterConfig
 from reinforge.core.backend import State
 from reinforge.core.batch import Totals, pack
+from reinforge.core.sample import Sample
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
 from reinforge.models.scalar import ScalarModel
 
 LENGTHS = (20, 5, 12, 3, 9, 31, 4, 2)
+ATTRIBUTES = ("helpfulness", "verbosity")
+
+
+def graded_samples() -> list[Sample]:
+    """Answers of which some were given both attributes, some one of them."""
+    samples = make_samples(LENGTHS)
+    for i, sample in enumerate(samples):
+        for name, value in zip(ATTRIBUTES, (float(i % 5), 4.0 - i % 3), strict=True):
+            missing = i % 4 == 1 and name == "verbosity"
+            samples[i] = samples[i].with_(
+                streams={
+                    **samples[i].streams,
+                    target(name): torch.full((len(sample.tokens),), math.nan if missing else value),
+                }
+            )
+    return samples
+
+
+def attributes_pass(backend: Any) -> tuple[dict[str, float], torch.Tensor]:
+    """One step of an attribute model: what it reports, and [M, A] what its heads said before."""
+    loss = AttributeLoss(ATTRIBUTES)
+    batches = pack(graded_samples(), 40)
+    backend.annotate(batches, frozenset({"values_after"}))
+    loss.prepare(batches)
+    metrics = backend.forward_backward(batches, loss, Totals.of(batches))
+    said = torch.cat([b.streams["values_after"] for b in batches])
+    return {**metrics, **backend.step().metrics()}, said
 
 
 def load(kind: str, arch: str | None = None, seed: int = 0, **changes: Any) -> PackedModel:
@@ -58,6 +88,8 @@ def load(kind: str, arch: str | None = None, seed: int = 0, **changes: Any) -> P
         return ScalarModel.on_trunk(
             module.bfloat16() if kind == "low critic" else module, ToyTokenizer()
         )
+    if kind == "attributes":
+        return ScalarModel.on_trunk(module, ToyTokenizer(), attributes=ATTRIBUTES)
     if kind == "checkpointed":
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = CausalModel(module.bfloat16() if kind == "bfloat16" else module)

@@ -10,7 +10,15 @@ from functools import partial
 import pytest
 import torch
 
-from helpers.split_backends import LENGTHS, both, load, one_pass, policy_loss, summed
+from helpers.split_backends import (
+    LENGTHS,
+    attributes_pass,
+    both,
+    load,
+    one_pass,
+    policy_loss,
+    summed,
+)
 from helpers.toys import gradients, make_samples, relative
 from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.algorithms.losses.value import ValueLoss
@@ -111,6 +119,19 @@ def test_values_of_a_split_pack(ranks: Ranks) -> None:
         )
         assert torch.allclose(found[0][2], found[1][2], atol=1e-4)
     assert float(found[0][2].abs().max()) > 1e-3
+    split.close()
+
+
+def test_several_heads_on_a_split_pack(ranks: Ranks) -> None:
+    local, split = both(
+        ranks, partial(load, "attributes"), False, sequence_parallel=2, learning_rate=1e-2
+    )
+    for _ in range(3):
+        want, said = attributes_pass(local)
+        found, again = attributes_pass(split)
+        assert found == pytest.approx(want, rel=1e-3, abs=1e-6)
+        assert torch.allclose(again, said, atol=1e-4)
+    assert float(said.abs().max()) > 1e-3
     split.close()
 
 

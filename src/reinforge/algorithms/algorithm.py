@@ -76,6 +76,7 @@ class AlgorithmOptions:
     label_smoothing: float | None = None
     # several preference losses with weights
     losses: Mapping[str, float] = field(default_factory=dict)
+    attributes: Sequence[str] = ()  # of a reward model with a head for each; none: one score
     # how the reference moves, where the row says so
     reference: Mapping[str, Any] = field(default_factory=dict)
 

@@ -158,6 +158,7 @@ BUILDERS: dict[
     "self_play": build_losses.online,
     "best_of": build_losses.online,
     "reward_model": build_losses.reward_model,
+    "regression": build_losses.regression,
     "distillation": build_losses.distillation,
     "mixed_distillation": build_losses.distillation,
     "on_policy_distillation": _on_policy,

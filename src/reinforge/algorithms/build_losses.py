@@ -13,6 +13,7 @@ from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm, AlgorithmOptions
 from reinforge.algorithms.catalogue import AlgorithmSpec
+from reinforge.algorithms.losses.attributes import AttributeLoss
 from reinforge.algorithms.losses.distillation import DIVERGENCES, DistillationLoss
 from reinforge.algorithms.losses.nash import NashLoss
 from reinforge.algorithms.losses.preference import PREFERENCE, PairLoss
@@ -207,3 +208,18 @@ def reward_model(
             fix="Remove it.",
         )
     return _algorithm(name, spec, o, loss)
+
+
+def regression(
+    name: str, spec: AlgorithmSpec, o: AlgorithmOptions, given: Mapping[str, Any]
+) -> Algorithm:
+    """One score per answer, or with `attributes` a number for each of them."""
+    if not o.attributes:
+        return reward_model(name, spec, o, given)
+    if o.settings:
+        raise InputError(
+            f"{name} has no setting {sorted(o.settings)[0]!r}.",
+            where="algorithm.options",
+            fix="Remove it: attributes have none.",
+        )
+    return _algorithm(name, spec, o, AttributeLoss(o.attributes))

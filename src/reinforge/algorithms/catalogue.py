@@ -119,6 +119,8 @@ BEST_OF = AlgorithmKind(
     "best_of", "preference", REDUCE_KEYS | SAMPLING_KEYS, samples=True, wants_rewards=True
 )
 REWARD_MODEL = AlgorithmKind("reward_model", "reward")
+# numbers that rows bring along: one score, or several attributes with a head each
+REGRESSION = AlgorithmKind("regression", "reward", frozenset({"attributes"}))
 DISTILLATION = AlgorithmKind("distillation", "distillation", REDUCE_KEYS)
 # on the data's answers and the student's own
 MIXED_DISTILLATION = AlgorithmKind("mixed_distillation", "distillation", POLICY_KEYS, samples=True)
@@ -439,7 +441,7 @@ TABLE: dict[str, AlgorithmSpec] = {
     "scaled": _loss(REWARD_MODEL, "scaled", "2410.01257"),
     "logexp": _loss(REWARD_MODEL, "logexp", "2204.05862"),
     "centred": _loss(REWARD_MODEL, "bradley_terry", "2312.09244", centre=0.01),
-    "regression": _loss(REWARD_MODEL, "regression", "2310.05344"),
+    "regression": _loss(REGRESSION, "regression", "2310.05344"),
     "process": _loss(REWARD_MODEL, "process", "2211.14275"),
     # distillation from text, with the teacher's whole distribution
     "forward_kl": _loss(DISTILLATION, "forward_kl", "1503.02531"),

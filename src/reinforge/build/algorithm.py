@@ -73,6 +73,7 @@ def algorithm_of(
         beta=cfg.beta,
         label_smoothing=cfg.label_smoothing,
         losses=cfg.losses or None,
+        attributes=cfg.attributes or None,
     )
 
 

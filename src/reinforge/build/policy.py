@@ -22,7 +22,9 @@ def load_policy(cfg: Config, *, scores: bool, in_host_memory: bool = False) -> P
     model = host_memory(cfg.model) if in_host_memory else cfg.model
     loaded: PackedModel
     if scores:
-        loaded = load_scalar(model, cfg.adapter, fresh=True, seed=seed)
+        loaded = load_scalar(
+            model, cfg.adapter, fresh=True, seed=seed, attributes=tuple(cfg.algorithm.attributes)
+        )
     else:
         loaded = load_model(model, cfg.adapter, seed=seed)
     freeze(loaded.module, cfg.train)

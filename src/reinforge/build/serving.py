@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from reinforge.build.saved_model import config_of, is_run, load_weights, open_model
@@ -50,25 +51,36 @@ def load_service(source: str, options: ServeOptions) -> ModelService:
 
 def load_scorer(source: str, options: ServeOptions) -> RewardModelScorer:
     """A reward model from a directory or the hub, or out of a run that trained one."""
-
+    reward = open_reward(source, checkpoint=options.checkpoint)
     name = options.name or name_of(source)
+    return RewardModelScorer(reward, name=name, most=options.max_completions)
+
+
+def open_reward(
+    source: str, weights: Mapping[str, float] | None = None, *, checkpoint: str = "latest"
+) -> ModelReward:
+    """A reward model that gives what its heads say; with `weights` also their sum."""
     if not is_run(Path(source)):
-        return RewardModelScorer(
-            ModelReward(source, where="MODEL").load("auto"), name=name, most=options.max_completions
+        return ModelReward(source, weights=weights, where="MODEL").load(
+            "auto", weighed=weights is not None
         )
     config, _ = config_of(Path(source))
     if config.algorithm.family != "reward":
         raise InputError(
             f"{source} trained {config.algorithm.name}, not a reward model.",
             where="MODEL",
-            fix="Leave --reward out to serve its model.",
+            fix="Give the run of a reward model, or its export.",
         )
-    model = load_scalar(config.model.model_copy(update={"compile": False}), fresh=True)
-    load_weights(model, Path(source), options.checkpoint)
+    model = load_scalar(
+        config.model.model_copy(update={"compile": False}),
+        config.adapter,
+        fresh=True,
+        attributes=tuple(config.algorithm.attributes),
+    )
+    load_weights(model, Path(source), checkpoint)
     # as its rows were rendered
     template = next(kind for kind, chat in CHAT.items() if chat == config.data.chat)
-    return RewardModelScorer(
-        ModelReward(source, template=template, where="MODEL").use(model),
-        name=name,
-        most=options.max_completions,
-    )
+    reward = ModelReward(source, template=template, weights=weights, where="MODEL")
+    if weights is not None:
+        reward.check_weights(model)
+    return reward.use(model)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from reinforge.algorithms.losses.attributes import AttributeLoss
 from reinforge.algorithms.losses.reward_model import RewardLoss
 from reinforge.algorithms.losses.unpaired import UnpairedLoss
 from reinforge.build.algorithm import reference_of
@@ -41,7 +42,7 @@ from reinforge.data import units as kinds
 from reinforge.data.disk_rows import DiskRows
 from reinforge.data.units import Unit
 from reinforge.evals.heldout import heldout_loss
-from reinforge.evals.rows import heldout_rows, heldout_scores
+from reinforge.evals.rows import heldout_attributes, heldout_rows, heldout_scores
 from reinforge.loops.checkpointer import Checkpointer
 from reinforge.loops.evaluator import Evaluator
 from reinforge.loops.given_callbacks import Callbacks
@@ -221,6 +222,8 @@ def make_evaluate(
             found = heldout_rows(backend, algorithm.loss, units)
         if units and isinstance(algorithm.loss, RewardLoss) and algorithm.loss.unit == 2:
             found |= heldout_scores(backend, units)
+        if isinstance(algorithm.loss, AttributeLoss):
+            found |= heldout_attributes(backend, algorithm.loss.targets, units)
         if engine is not None and generation is not None:
             await engine.update(backend.weights(), backend.steps)
             if prompts is not None and "eval/accuracy" in found:  # that of answers that are given

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
+from reinforge.algorithms.losses.attributes import AttributeLoss
 from reinforge.algorithms.losses.preference import PairLoss
 from reinforge.algorithms.losses.reward_model import RewardLoss
 from reinforge.data import units as kinds
@@ -22,6 +23,8 @@ def units_of(algorithm: Algorithm) -> Units:
         if loss.row.per == "pair":
             return partial(kinds.compared, gap=loss.row.stream == "gap")
         return kinds.graded if loss.row.per == "answer" else kinds.steps
+    if isinstance(loss, AttributeLoss):
+        return partial(kinds.attributed, targets=loss.targets)
     if algorithm.family == "preference":
         if not isinstance(loss, PairLoss):
             return kinds.judged

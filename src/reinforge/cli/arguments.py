@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from reinforge.config.strict import scalar
 from reinforge.core.errors import InputError
 
 ConfigFile = Annotated[
@@ -42,3 +44,19 @@ def read_text(path: Path, option: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         said = error.strerror if isinstance(error, OSError) else "it is no text"
         raise InputError(f"cannot read {path}: {said}.", where=option, fix="Give a file.") from None
+
+
+def named_values(given: Sequence[str], where: str) -> dict[str, str | int | float]:
+    """NAME=VALUE, several with commas between them, or several times.
+
+    >>> named_values(["helpfulness=4,verbosity=0"], "--fixed")
+    {'helpfulness': 4, 'verbosity': 0}
+    """
+    found: dict[str, str | int | float] = {}
+    for item in (part for text in given for part in text.split(",")):
+        name, equals, text = item.strip().partition("=")
+        value = scalar(text.strip(), where=where) if equals else None
+        if not name or isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise InputError(f"{item!r} is not NAME=VALUE.", where=where, fix="e.g. helpfulness=4")
+        found[name] = value
+    return found

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from reinforge.cli.arguments import Temperature, TopP
+from reinforge.cli.arguments import Temperature, TopP, named_values
 from reinforge.cli.server_options import (
     A_SERVER,
     KEY,
@@ -79,6 +79,13 @@ def generate(
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     adapter: Annotated[
         str | None, typer.Option(help="A saved adapter to put on the model.")
+    ] = None,
+    fixed: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=N",
+            help="A column with the same value in every row: an attribute that is wanted.",
+        ),
     ] = None,
     regex: Regex = None,
     json_schema: JsonSchema = None,
@@ -160,13 +167,15 @@ def generate(
       reinforge generate my-model --server http://127.0.0.1:8000/v1 \\
         --data prompts.jsonl --out out.jsonl
     """
-    source = _source(prompts, out)
+    source = checked_source(prompts, out, "--prompts")
     config: Config | None = None
     if model.endswith((".yaml", ".yml")):
         config = load_config(Path(model))
         model = config.model.path
         adapter = adapter or (config.adapter.path if config.adapter else None)
     more: dict[str, Any] = {} if config is None else {"config": config}
+    if fixed:
+        more["fixed"] = named_values(fixed, "--fixed")
     form = constraint_of(regex, json_schema, json_object, grammar)
     if form is not None:
         more["constraint"] = form[0]
@@ -241,7 +250,7 @@ def _tell_pairs(out: Path) -> None:
         print(f"{sum(1 for _ in lines)} pairs in {made}")
 
 
-def _source(prompts: str | None, out: Path) -> Path | str | None:
+def checked_source(prompts: str | None, out: Path, where: str) -> Path | str | None:
     """The prompts' file, checked, or the name of another source."""
     if prompts is None or not kind_of(prompts).startswith("."):
         return prompts
@@ -249,11 +258,11 @@ def _source(prompts: str | None, out: Path) -> Path | str | None:
     if not path.is_file():
         raise InputError(
             f"no such file: {path}.",
-            where="--prompts",
+            where=where,
             fix="Give a .jsonl file with a `prompt` per line.",
         )
     if out.exists() and out.samefile(path):
         raise InputError(
-            f"{out} is the file of prompts.", where="--out", fix="Write to another file."
+            f"{out} is the file that is read.", where="--out", fix="Write to another file."
         )
     return path

@@ -30,6 +30,7 @@ SLOW = (
     "eval",
     "benchmark",
     "generate",
+    "score",
     "chat",
     "serve",
     "export",
@@ -80,6 +81,11 @@ class ReinforgeCommands(LazyGroup):
             "reinforge.cli.generate:generate",
             "Complete every prompt of a file, with labels and preference pairs where they"
             " are wanted.",
+        ),
+        "score": CommandEntry(
+            "reinforge.cli.score:score",
+            "Label completions: every row of a file with what a reward model says of its"
+            " completion.",
         ),
         "eval": CommandEntry(
             "reinforge.cli.model:evaluate",

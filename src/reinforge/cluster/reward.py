@@ -38,11 +38,11 @@ class RemoteReward:
         workers.make(NAME, _load, self.reward, self.device)
         return workers
 
-    async def __call__(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[float]:
+    async def __call__(self, prompts: Sequence[Any], completions: Sequence[str]) -> Any:
         while True:
             workers = self.workers
             try:
-                scores: list[float] = await workers.ask(
+                scores = await workers.ask(
                     "call", NAME, "__call__", pack((None, (list(prompts), list(completions))))
                 )
                 self.failures = 0

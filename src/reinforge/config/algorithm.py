@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, FiniteFloat
+from pydantic import Field, FiniteFloat, field_validator
 
 from reinforge.algorithms.catalogue import (
     AlgorithmKind,
@@ -17,7 +17,15 @@ from reinforge.algorithms.catalogue import (
     spec_of,
     works_alone,
 )
-from reinforge.config.base import Count, Fraction, Natural, NonNegative, Positive, Section
+from reinforge.config.base import (
+    Attribute,
+    Count,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+)
 
 
 class ClipConfig(Section):
@@ -183,6 +191,13 @@ class AlgorithmConfig(Section):
             " bco_pair: 0.2, sft: 1.0}, in place of the name's."
         ),
     )
+    attributes: list[Attribute] = Field(
+        [],
+        description=(
+            "Regression: columns with one number each, e.g. [helpfulness, verbosity]; the model"
+            " gets a head for each (SteerLM). A row may lack some. Default: the column score."
+        ),
+    )
     scale: Literal["group", "batch", "none"] | None = Field(
         None,
         description="What advantages are divided by: the group's std, the batch's std, or nothing.",
@@ -242,6 +257,13 @@ class AlgorithmConfig(Section):
     )
     epochs: Count = Field(1, description="Passes over each rollout batch.")
     minibatches: Count = Field(1, description="Optimizer steps per pass.")
+
+    @field_validator("attributes")
+    @classmethod
+    def _different(cls, names: list[str]) -> list[str]:
+        if len(set(names)) < len(names):
+            raise ValueError(f"attributes: {', '.join(names)} names one of them twice")
+        return names
 
     @property
     def spec(self) -> AlgorithmSpec:

@@ -11,6 +11,8 @@ NonNegative = Annotated[FiniteFloat, Field(ge=0)]
 Fraction = Annotated[FiniteFloat, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
+# what is graded of an answer: the name of a column, of a head and in a prompt
+Attribute = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$")]
 # of numbers that are computed with or kept: as the module has them (model.dtype), or FP8
 Precision = Literal["model", "fp8"]
 

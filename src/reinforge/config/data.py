@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from reinforge.config.base import Count, Natural, Section
+from reinforge.config.base import Attribute, Count, Natural, Section
 from reinforge.config.mixture import MixtureConfig
 
 # those of data/formats/table.py, and what recognises them
@@ -31,6 +31,7 @@ FormatName = Literal[
     "sharegpt",
     "messages",
     "orca",
+    "helpsteer",
     "prompt_completion",
     "alpaca",
     "query",
@@ -56,6 +57,31 @@ class EvalDataConfig(Section):
     fixed: dict[str, str | int | float] = Field(
         {}, description="As data.fixed, for evaluation rows: the attributes that are wanted."
     )
+
+
+class AttributesConfig(Section):
+    names: list[Attribute] = Field(
+        min_length=1,
+        description="Columns with one number each, in the order in which the prompt has them.",
+    )
+    turn: Literal["user", "system"] = Field(
+        "user",
+        description=(
+            "Where they stand: at the end of the last turn of the user, or of the system message,"
+            " which is made if there is none. With data.template, where it has {attributes}."
+        ),
+    )
+    lowest: int = Field(0, description="Numbers are rounded, and none is below this.")
+    highest: int = Field(4, description="... or above this. HelpSteer: 4.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> AttributesConfig:
+        if self.lowest >= self.highest:
+            raise ValueError(
+                f"attributes: nothing is between {self.lowest} and {self.highest}; give lowest and"
+                " highest"
+            )
+        return self
 
 
 class DataConfig(Section):
@@ -98,6 +124,14 @@ class DataConfig(Section):
         description=(
             "Columns with the same value in every row, e.g. {quality: 4}: what the template is to"
             " ask for (SteerLM)."
+        ),
+    )
+    attributes: AttributesConfig | None = Field(
+        None,
+        description=(
+            "Write attributes of the answer into the prompt (SteerLM), e.g. {names: [helpfulness,"
+            " verbosity]}: helpfulness:4,verbosity:2. Trained on what rows have, asked for by"
+            " data.fixed."
         ),
     )
     chat: Literal["auto", "always", "never"] = Field(

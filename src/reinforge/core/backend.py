@@ -44,7 +44,7 @@ class TrainedTokens:
     streams: Mapping[str, Tensor]  # [M] each: behaviour, old, reference, advantages, ...
     values: Tensor | None = (
         # [M] of a critic (or of the policy's value head) before each token, with gradient, where
-        # the loss `reads` it
+        # the loss `reads` it; [M, A] of a reward model with several heads
         None
     )
     # [M] to a teacher, with gradient, where the loss names a `divergence`

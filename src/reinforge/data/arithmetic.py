@@ -63,6 +63,13 @@ class ChainOptions(Section):
             " number), label (whether the completion is right) and score (1 or 0)."
         ),
     )
+    graded: bool = Field(
+        False,
+        description=(
+            "Also the attributes of the completion, each 4 or 0: correctness, and verbosity"
+            " (whether it shows its steps)."
+        ),
+    )
     marker: str = Field(
         "#### ", description="What comes before the answer in a scratch completion."
     )
@@ -135,16 +142,17 @@ def problem(options: ChainOptions, index: int) -> dict[str, Any]:
             shown = (
                 seed_of(options.seed, "arithmetic:scratch", index) % 1000 < 1000 * options.scratch
             )
-            row = {
+            row: dict[str, Any] = {
                 "prompt": text,
                 "answer": str(answer),
                 "completion": _written(steps, numbers[0], options, shown),
             }
-            return (
-                {**row, **_compared(numbers, operators, options, shown, row["completion"])}
-                if options.compare
-                else row
-            )
+            if options.compare:
+                row |= _compared(numbers, operators, options, shown, row["completion"])
+            if options.graded:
+                right = row["completion"].rpartition(options.marker)[2] == str(answer)
+                row |= {"correctness": 4 * right, "verbosity": 4 * shown}
+            return row
     raise InputError(
         f"so few problems exist that none is in split {options.split}",
         where="arithmetic:chain",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,17 @@ def number(row: Mapping[str, Any], name: str, where: str) -> float:
     except (TypeError, ValueError):
         fix = f"Name it with data.columns: {{{name}: <their name>}}."
         raise InputError(f"needs a number {name}, not {value!r}", where=where, fix=fix) from None
+
+
+def grade(row: Mapping[str, Any], name: str, where: str) -> float | None:
+    """A column that may have a number: None where it has none, as tables and CSV files say it."""
+    value = row.get(name)
+    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
+        return None
+    found = number(row, name, where)
+    if not math.isfinite(found):
+        raise InputError(f"{name} is {value!r}, which is no grade", where=where, fix="Repair it.")
+    return found
 
 
 def verdict(value: Any, where: str) -> bool:

@@ -16,7 +16,7 @@ import warnings
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice
+from itertools import count, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +30,17 @@ from reinforge.data.formats.recognise import AUTO
 from reinforge.data.objects import rows_of
 from reinforge.data.readers import GENERATED, Record, did_you_mean, kind_of, read, size_of
 from reinforge.data.source_report import SourceReport, lines_of
+from reinforge.data.steering import PLACE, steered, written
 
 if TYPE_CHECKING:
-    from reinforge.config.data import DataConfig
+    from reinforge.config.data import AttributesConfig, DataConfig
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPTS = ("prompt", "question", "messages", "text")  # where a prompt is looked for, in this order
 # data.source where there are several; also the column that says which one a row is of
 MIXTURE = "mixture"
+# a column of what `reinforge generate` writes: rows with the same are answers to one prompt, and
+# have its id
+REQUEST = "_request"
 PYTHON = "python"  # data.source of rows that came as Python objects
 DECIMALS = re.compile(r"\.\d+f")  # what may stand behind a column's name in a template
 LARGE = 1 << 30  # bytes of files whose rows are kept on disk
@@ -56,10 +60,19 @@ class RowRules:
     template: str | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     format: str = AUTO
+    attributes: AttributesConfig | None = None
 
     @classmethod
     def of(cls, cfg: DataConfig) -> RowRules:
-        return cls(cfg.columns, cfg.where, cfg.system, cfg.template, cfg.fixed, cfg.format)
+        return cls(
+            cfg.columns,
+            cfg.where,
+            cfg.system,
+            cfg.template,
+            cfg.fixed,
+            cfg.format,
+            cfg.attributes,
+        )
 
 
 def load_rows(cfg: DataConfig, reports: list[SourceReport] | None = None) -> Sequence[Row]:
@@ -124,6 +137,7 @@ def rows_from(
     template: str | None = None,
     fixed: Mapping[str, Any] | None = None,
     format: str = AUTO,
+    attributes: AttributesConfig | None = None,
     limit: int | None = None,
     drop: bool = False,
     name: str = "rows",
@@ -144,7 +158,7 @@ def rows_from(
                 )
             yield f"{name} row {i}", dict(record)
 
-    rules = RowRules(columns or {}, where or {}, system, template, fixed or {}, format)
+    rules = RowRules(columns or {}, where or {}, system, template, fixed or {}, format, attributes)
     report = SourceReport(name, drop=drop)
     found = list(islice(_rows(records(), rules, report), limit))
     _settle(report, reports)
@@ -202,11 +216,7 @@ def _rows(records: Iterable[Record], rules: RowRules, report: SourceReport) -> I
                 {**view, **rules.fixed}, place, format=rules.format, templated=templated
             )
             prompt, rest = _prompt(
-                {k: v for k, v in view.items() if k not in moved},
-                view,
-                rules.template,
-                rules.system,
-                place,
+                {k: v for k, v in view.items() if k not in moved}, view, rules, place
             )
             uid, rest = _identified(prompt, rest, seen, equal, place)
             row = Row(id=uid, prompt=prompt, columns=rest, place=place)
@@ -238,6 +248,8 @@ def _identified(
         equal[contents] = number + 1
         return f"{digest}-{number}", rest
     uid = str(rest.pop(key))
+    if uid in seen and rest.get(REQUEST) is not None:  # another answer to the same prompt
+        uid = next(name for n in count(1) if (name := f"{uid}-{n}") not in seen)
     if uid in seen:
         raise InputError(
             f"has the id {uid!r} that {seen[uid]} has too",
@@ -274,18 +286,25 @@ def _equal(value: Any, wanted: Any) -> bool:
 def _prompt(
     record: dict[str, Any],
     view: Mapping[str, Any],
-    template: str | None,
-    system: str | None,
+    rules: RowRules,
     place: str,
 ) -> tuple[Any, dict[str, Any]]:
     """The prompt, and the columns that are left."""
+    template = rules.template
+    system = rules.system
+    line = None if rules.attributes is None else written(rules.attributes, view, place)
+
+    def dressed(prompt: str | list[dict[str, Any]]) -> Any:
+        whole = _with_system(prompt, system, place)
+        if rules.attributes is None or line is None or template is not None:
+            return whole
+        return steered(whole, line, rules.attributes.turn, place)
+
     if "messages" in record and record["messages"] is not None:
-        record["messages"] = _with_system(
-            check_messages(record["messages"], place, "messages"), system, place
-        )
+        record["messages"] = dressed(check_messages(record["messages"], place, "messages"))
     if template is not None:
         record.pop("prompt", None)
-        return _with_system(fill(template, view, place), system, place), record
+        return dressed(_filled(template, view, line, place)), record
     name = next((name for name in PROMPTS if name in record), None)
     if name is None:
         near = "; ".join(nearest(record))
@@ -309,16 +328,30 @@ def _prompt(
     if isinstance(value, list):
         value = check_messages(value, place, name)
     elif name == "text":
-        if system is not None:
+        key = "system" if system is not None else "attributes"
+        if system is not None or line is not None:
             raise InputError(
-                "is one whole text, which has no place for data.system",
+                f"is one whole text, which has no place for data.{key}",
                 where=place,
-                fix="Remove data.system.",
+                fix=f"Remove data.{key}.",
             )
         return check_text(value, place, name), record
     else:
         value = check_text(value, place, name)
-    return _with_system(value, system, place), record
+    return dressed(value), record
+
+
+def _filled(template: str, view: Mapping[str, Any], line: str | None, place: str) -> str:
+    """The template, with the attributes where it has a place for them."""
+    if line is None:
+        return fill(template, view, place)
+    if f"{{{PLACE}}}" not in template:
+        raise InputError(
+            "has no place for data.attributes.",
+            where="data.template",
+            fix=f"Write {{{PLACE}}} where they are to stand, e.g. '{{{PLACE}}} {{prompt}}'.",
+        )
+    return fill(template, {**view, PLACE: line}, place)
 
 
 def check_text(value: Any, place: str, name: str) -> str:

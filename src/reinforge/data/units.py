@@ -7,7 +7,8 @@ whole answer (a score, a label) reach the loss as streams that are constant over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
@@ -17,7 +18,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Sample
 from reinforge.data.chat import Renderer, truncate
 from reinforge.data.formats.recognise import with_column
-from reinforge.data.preference import number, verdict
+from reinforge.data.preference import grade, number, verdict
 
 if TYPE_CHECKING:
     from reinforge.config.data import DataConfig
@@ -114,6 +115,26 @@ def graded(renderer: Renderer, row: Row) -> list[Unit]:
             )
         ]
     ]
+
+
+def attributed(renderer: Renderer, row: Row, *, targets: Mapping[str, str]) -> list[Unit]:
+    """An attribute model's answer with the numbers that it is to give: {prompt, completion}, and a
+    column for each attribute that was graded. `targets`: the stream of each attribute, which is NaN
+    where the row has no number.
+    """
+    given = {name: grade(row.columns, name, row.where) for name in targets}
+    if all(value is None for value in given.values()):
+        raise InputError(
+            f"has none of the attributes {', '.join(targets)}, only"
+            f" {', '.join(['prompt', *row.columns])}",
+            where=row.where,
+            fix="Name them with data.columns: {OURS: THEIRS}, or remove the row.",
+        )
+    sample = to_the_end(_answer(renderer, row, "completion"))
+    for name, stream in targets.items():
+        value = given[name]
+        sample = constant(sample, stream, math.nan if value is None else value)
+    return [[sample]]
 
 
 def steps(renderer: Renderer, row: Row) -> list[Unit]:

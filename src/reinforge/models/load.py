@@ -9,6 +9,7 @@ from a hub.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -354,10 +355,11 @@ def load_scalar(
     where: str = "model.path",
     fresh: bool = False,
     seed: int = 0,
+    attributes: Sequence[str] | None = (),
 ) -> ScalarModel:
     """A critic or reward model, checked against transformers' own forward: a sequence classifier
     with one label, or, with `fresh`, also a causal LM, which gets a head that starts at 0. With an
-    adapter the head is trained whole.
+    adapter the head is trained whole. `attributes`: see `ScalarModel`.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -377,12 +379,15 @@ def load_scalar(
     )
     with refusing(module, where):
         model = (ScalarModel if classifier else ScalarModel.on_trunk)(
-            module, tokenizer, where=where
+            module, tokenizer, where=where, attributes=attributes
         )
         model.verify()
     if adapter is not None:
         model = ScalarModel(
-            add_adapter(model.module, adapter, seed=seed, head=HEAD), tokenizer, where=where
+            add_adapter(model.module, adapter, seed=seed, head=HEAD),
+            tokenizer,
+            where=where,
+            attributes=attributes,
         )
     if cfg.compile and model.device.type == "cuda":
         model.compile_layers()

@@ -26,8 +26,8 @@ from reinforge.models.sequence import SequenceSlices, SliceReading, Ulysses
 class PackedModel:
     """A transformers model (or its peft wrapper) whose trunk runs on sequences that lie end to end.
 
-    `value_head` reads one number from a hidden state: the score head of a `ScalarModel`, or what
-    `CausalModel.add_value_head` put there, or nothing.
+    `value_head` reads a number from a hidden state: the score head of a `ScalarModel` (or several,
+    one for each of its attributes), or what `CausalModel.add_value_head` put there, or nothing.
     """
 
     value_head: nn.Linear | None = None
@@ -149,31 +149,34 @@ class PackedModel:
         return SliceReading.of(places, batch.n_tokens, self.slices)
 
     def values(self, batch: Batch, states: Tensor | None = None, *, after: bool = False) -> Tensor:
-        """[M] float32: the head before each trained token, at row t-1 for token t, so it cannot
-        know what was sampled (a critic); or `after` it, at row t (a reward model). `states` are
-        those of the pack, where the caller has them.
+        """[M] float32, or [M, A] of A heads: the head before each trained token, at row t-1 for
+        token t, so it cannot know what was sampled (a critic); or `after` it, at row t (a reward
+        model). `states` are those of the pack, where the caller has them.
         """
         states = self.states(batch) if states is None else states
         places = self.reading(batch, batch.targets if after else batch.sources)
         return places.join(self.read(places.rows(states)))
 
     def last_values(self, batch: Batch, states: Tensor | None = None) -> Tensor:
-        """[S] float32: the head at the last token of every sample; 0 for a sample that a pack left
-        out (nothing to train).
+        """[S] float32, or [S, A] of A heads: the head at the last token of every sample; 0 for a
+        sample that a pack left out (nothing to train).
         """
         states = self.states(batch) if states is None else states
         places = self.reading(batch, batch.ends.clamp(min=0))
-        return torch.where(batch.ends < 0, 0.0, places.join(self.read(places.rows(states))))
+        found = places.join(self.read(places.rows(states)))
+        left_out = (batch.ends < 0).view(-1, *[1] * (found.ndim - 1))
+        return torch.where(left_out, 0.0, found)
 
     def read(self, rows: Tensor) -> Tensor:
         """The value head, in float32 whatever the model's precision: bfloat16 keeps three digits,
-        and advantages are differences.
+        and advantages are differences. [n] of one head, [n, A] of A.
         """
         head = self.value_head
         assert head is not None, "this model has no value head"
-        return F.linear(
+        found = F.linear(
             rows.float(), head.weight.float(), None if head.bias is None else head.bias.float()
-        )[:, 0]
+        )
+        return found[:, 0] if found.shape[1] == 1 else found
 
 
 def _silence_dropout(module: nn.Module) -> None:

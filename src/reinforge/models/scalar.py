@@ -2,7 +2,7 @@
 whole text).
 
 On disk both are ordinary transformers sequence-classification checkpoints with one label, and score
-the same there.
+the same there. An attribute model has a label, with its name, for every attribute.
 """
 
 from __future__ import annotations
@@ -28,14 +28,23 @@ HEAD = "score"  # what transformers calls the head of its causal sequence classi
 
 
 class ScalarModel(PackedModel):
-    """A `...ForSequenceClassification` with one label, seen as a trunk and a linear head.
+    """A `...ForSequenceClassification` with one label, seen as a trunk and a linear head; or with
+    several, which are `attributes` of a text.
 
-    `where` names the config key in errors.
+    `where` names the config key in errors. `attributes`: the labels that it must have, in this
+    order; none: one score, whatever its name; None: those that it has.
     """
 
-    def __init__(self, module: nn.Module, tokenizer: Any = None, *, where: str = "model.path"):
+    def __init__(
+        self,
+        module: nn.Module,
+        tokenizer: Any = None,
+        *,
+        where: str = "model.path",
+        attributes: Sequence[str] | None = (),
+    ):
         head = getattr(module, HEAD, None)
-        if not isinstance(head, nn.Linear) or head.out_features != 1:
+        if not isinstance(head, nn.Linear) or (head.out_features != 1 and attributes == ()):
             found = (
                 f"{head.out_features} outputs" if isinstance(head, nn.Linear) else "no linear head"
             )
@@ -50,18 +59,35 @@ class ScalarModel(PackedModel):
         super().__init__(module, tokenizer)
         self.where = where
         self.value_head = head
+        # what its heads are called; none: one score without a name
+        self.attributes = _labels(self.plain.config, head.out_features)
+        if attributes and self.attributes != tuple(attributes):
+            raise InputError(
+                f"its heads are {', '.join(self.attributes) or 'one without a name'}, not"
+                f" {', '.join(attributes)}.",
+                where=where,
+                fix="Name them in algorithm.attributes, in this order, or begin with a causal LM.",
+            )
 
     @classmethod
     def on_trunk(
-        cls, causal: Any, tokenizer: Any = None, *, where: str = "model.path"
+        cls,
+        causal: Any,
+        tokenizer: Any = None,
+        *,
+        where: str = "model.path",
+        attributes: Sequence[str] | None = (),
     ) -> ScalarModel:
         """Takes the trunk of a transformers causal LM, which must not be used afterwards, and puts
-        a head on it that starts at 0.
+        a head on it that starts at 0; or one for each of the attributes.
         """
         from transformers import AutoModelForSequenceClassification
 
         config = causal.config
-        config.num_labels = 1
+        config.num_labels = len(attributes or ()) or 1
+        if attributes:
+            config.id2label = dict(enumerate(attributes))
+            config.label2id = {name: i for i, name in enumerate(attributes)}
         pad = padding_id(tokenizer, config)
         for part in {id(c): c for c in (config, config.get_text_config())}.values():
             part.pad_token_id = pad
@@ -91,14 +117,18 @@ class ScalarModel(PackedModel):
         old = getattr(module, HEAD)
         like = next(trunk.parameters())
         head = nn.Linear(
-            old.in_features, 1, bias=old.bias is not None, device=like.device, dtype=like.dtype
+            old.in_features,
+            config.num_labels,
+            bias=old.bias is not None,
+            device=like.device,
+            dtype=like.dtype,
         )
         for p in head.parameters():
             nn.init.zeros_(p)
         setattr(module, prefix, trunk)
         setattr(module, HEAD, head)
         module.config = config  # the trunk's own object, as it would be from a checkpoint
-        return cls(module, tokenizer, where=where)
+        return cls(module, tokenizer, where=where, attributes=attributes)
 
     @classmethod
     def from_causal(cls, model: CausalModel, *, where: str = "model.path") -> ScalarModel:
@@ -109,19 +139,26 @@ class ScalarModel(PackedModel):
         return cls.on_trunk(copy.deepcopy(model.plain), copy.deepcopy(model.tokenizer), where=where)
 
     def scores(self, texts: Sequence[Sequence[int]], *, budget: int = 16384) -> list[float]:
-        """The score of each sequence of token ids, by transformers' rule: at the last token that is
-        not padding. Forwards hold at most `budget` tokens. Rows of one call are packed in an order
-        that depends on them alone, so the bits are repeatable.
+        """The score of each sequence of token ids, of a model with one head: see `head_scores`."""
+        return [score for (score,) in self.head_scores(texts, budget=budget)]
+
+    def head_scores(
+        self, texts: Sequence[Sequence[int]], *, budget: int = 16384
+    ) -> list[list[float]]:
+        """What every head says of each sequence of token ids, by transformers' rule: at the last
+        token that is not padding. Forwards hold at most `budget` tokens. Rows of one call are
+        packed in an order that depends on them alone, so the bits are repeatable.
         """
         pad = self.config.pad_token_id
         kept = [_without_padding(ids, pad) for ids in texts]
-        found: dict[str, float] = {}
+        found: dict[str, list[float]] = {}
         with torch.no_grad():
             for batch in pack(
                 [Sample.from_tokens(str(i), ids, [False] * len(ids)) for i, ids in enumerate(kept)],
                 budget,
             ):
-                scores = self.last_values(batch.to(self.device)).tolist()
+                values = self.last_values(batch.to(self.device))
+                scores = values.reshape(len(batch.samples), -1).tolist()
                 found.update(zip((s.uid for s in batch.samples), scores, strict=True))
         return [found[str(i)] for i in range(len(kept))]
 
@@ -190,6 +227,14 @@ def padding_id(tokenizer: Any, config: Any) -> int | None:
             return candidate
     # there is no other: transformers then scores before the end, and so do we
     return own if own is not None else mine
+
+
+def _labels(config: Any, heads: int) -> tuple[str, ...]:
+    """The names of the heads; none where there is one with the name that transformers gives to
+    what has none.
+    """
+    names = tuple(str(config.id2label.get(i, f"LABEL_{i}")) for i in range(heads))
+    return () if names == ("LABEL_0",) else names
 
 
 def _without_padding(ids: Sequence[int], pad: int | None) -> list[int]:

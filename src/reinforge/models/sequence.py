@@ -72,10 +72,10 @@ class SliceReading:
         return x if self.mine is None else x.index_select(0, self.mine)
 
     def join(self, x: Tensor) -> Tensor:
-        """[M] of the whole pack, of the [m] that each rank has found out."""
+        """[M, ...] of the whole pack, of the [m, ...] that each rank has found out."""
         if self.mine is None or self.slices is None:
             return x
-        everywhere = x.new_zeros(self.total).index_copy(0, self.mine, x)
+        everywhere = x.new_zeros(self.total, *x.shape[1:]).index_copy(0, self.mine, x)
         joined: Tensor = _SumOverRanks.apply(everywhere, self.slices.group)
         return joined
 

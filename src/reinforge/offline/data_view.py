@@ -37,6 +37,7 @@ TRAINS = {
     serving.PAIRS: ("pairs of answers, as dpo compares them", kinds.pairs),
     serving.JUDGED: ("judged answers, as kto trains them", kinds.judged),
     serving.STEPS: ("steps with a verdict each", kinds.steps),
+    serving.GRADED: ("answers with a grade for each attribute, as regression reads", kinds.texts),
     serving.SFT: ("answers, as sft trains them", kinds.texts),
     serving.TEXT: ("whole texts, as continued pre-training has them", kinds.texts),
     serving.RL: (RL, None),

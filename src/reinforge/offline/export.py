@@ -147,15 +147,18 @@ def _write_adapter(
 
 
 def _write_scores(config: Config, run: Path, out: Path, checkpoint: str, merge: bool) -> Form:
-    """A reward model: a sequence-classification checkpoint with one label; its adapter is always
-    merged.
+    """A reward model: a sequence-classification checkpoint with one label, or one for each of its
+    attributes; its adapter is always merged.
     """
     model = load_scalar(
-        config.model.model_copy(update={"compile": False}), config.adapter, fresh=True
+        config.model.model_copy(update={"compile": False}),
+        config.adapter,
+        fresh=True,
+        attributes=tuple(config.algorithm.attributes),
     )
     load_weights(model, run, checkpoint)
     if config.adapter is not None:
-        model = ScalarModel(merged(model.module), model.tokenizer)
+        model = ScalarModel(merged(model.module), model.tokenizer, attributes=None)
     model.save(out)
     return "reward model"
 

@@ -4,7 +4,9 @@ where they are wanted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from reinforge.build.constraints import rollout_constraint
 from reinforge.build.saved_model import config_of, is_run
@@ -41,9 +43,11 @@ async def generate_file(
     logprobs: bool = True,
     token_ids: bool = False,
     constraint: Constraint | None = None,
+    fixed: Mapping[str, Any] | None = None,
 ) -> int:
     """One JSON line per completion, in the order of the rows.
 
+    `fixed`: columns with the same value in every row, as data.fixed: attributes that are wanted.
     `constraint`: what every answer must match; default: the configuration's or run's
     rollout.structured. The file appears whole or not at all; what was answered before a kill is
     kept beside it and not asked again.
@@ -52,6 +56,7 @@ async def generate_file(
     if config is None and is_run(Path(model_name)):
         config = config_of(Path(model_name))[0]
     data = data_of(prompts, config)
+    data = data.model_copy(update={"fixed": {**data.fixed, **(fixed or {})}})
     rows = load_rows(data)
     if prompts is None:
         rows = hold_out(data, rows)[0]  # what comes out may be trained on

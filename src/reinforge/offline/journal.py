@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.checkpoint.crash_points import crash_point
+from reinforge.data.sources import REQUEST as REQUEST
 
-# bookkeeping columns: hashes of what was asked, and of what it was labelled with
-REQUEST = "_request"
+# bookkeeping columns: REQUEST, the hash of what was asked, and that of what it was labelled with
 LABELS = "_labels"
 Line = dict[str, Any]
 

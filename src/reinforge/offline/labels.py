@@ -114,10 +114,13 @@ class Labeller:
                 if all("tokens" in line for line in lines)
                 else None
             )
-            scores = {
-                r.name: (await r.outcome([row] * len(texts), texts, tokens)).marked
-                for r in self._rewards
+            outcomes = {
+                r.name: await r.outcome([row] * len(texts), texts, tokens) for r in self._rewards
             }
+            for outcome in outcomes.values():
+                for label, said in zip(labels, outcome.attributes, strict=False):
+                    label |= said  # of an attribute model: a column for each
+            scores = {name: outcome.marked for name, outcome in outcomes.items()}
             weights = {r.name: r.weight for r in self._rewards}
             for i, label in enumerate(labels):
                 given = {name: values[i] for name, values in scores.items()}

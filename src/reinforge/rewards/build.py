@@ -9,6 +9,8 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any, cast
 
+from pydantic import ValidationError
+
 from reinforge.config.rewards import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.rewards.builtin import FUNCTIONS
@@ -22,7 +24,8 @@ from reinforge.rewards.names import BUILTIN
 from reinforge.rewards.rule import NormalizationRule
 
 Function = Callable[..., Any]
-GivenReward = str | Function | tuple[str | Function, float]
+# by name, as a function, or as the configuration says it; and perhaps its weight
+GivenReward = str | Function | Mapping[str, Any] | tuple[str | Function, float]
 GivenRewards = GivenReward | Sequence[GivenReward]
 
 
@@ -36,18 +39,25 @@ def describe_rewards(
     """
     items = [item if isinstance(item, tuple | list) else (item, None) for item in _listed(given)]
     known = {d.name.rpartition(":")[2]: d for d in reversed(declared)}
-    taken = {pair[0] for pair in items if pair and isinstance(pair[0], str)}
+    named = [pair[0] for pair in items if pair]
+    taken = {item for item in named if isinstance(item, str)}
+    taken |= {str(item.get("name")) for item in named if isinstance(item, Mapping)}
     described: list[RewardConfig] = []
     functions: dict[str, Function] = {}
     for i, pair in enumerate(items):
         item, weight = pair if len(pair) == 2 else (None, None)
+        if isinstance(item, Mapping) and weight is None:
+            described.append(_section(item, i))
+            continue
         if not (isinstance(item, str) or callable(item)) or not (
             weight is None or _is_number(weight)
         ):
             raise InputError(
                 f"{pair!r} is no reward.",
                 where=f"rewards[{i}]",
-                fix="Give a name, a function, or (function, weight).",
+                fix=(
+                    "Give a name, a function, (function, weight), or a dict as in a configuration."
+                ),
             )
         name = base = (
             item if isinstance(item, str) else getattr(item, "__name__", type(item).__name__)
@@ -70,7 +80,7 @@ def describe_rewards(
 
 def _listed(given: GivenRewards) -> Sequence[Any]:
     """One reward, or one (reward, weight), may come without a list around it."""
-    if isinstance(given, str) or callable(given):
+    if isinstance(given, str | Mapping) or callable(given):
         return [given]
     items = list(given)
     return (
@@ -78,6 +88,20 @@ def _listed(given: GivenRewards) -> Sequence[Any]:
         if isinstance(given, tuple) and len(items) == 2 and _is_number(items[1])
         else items
     )
+
+
+def _section(given: Mapping[str, Any], place: int) -> RewardConfig:
+    """A reward that is given as the configuration has it."""
+    try:
+        return RewardConfig.model_validate(dict(given))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise InputError(
+            f"{first['msg']}: {key}.",
+            where=f"rewards[{place}]",
+            fix='Write it as in a configuration: {"name": "model", "options": {"path": "..."}}.',
+        ) from None
 
 
 def _is_number(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reinforge.core.errors import InputError
@@ -30,6 +30,8 @@ class RewardOutcome:
     unsafe: int = 0  # scores of programs that ran without containment
     # places of scores that should be there; None: every None, if any of the above is counted
     lost: frozenset[int] | None = None
+    # of each completion, what the heads of an attribute model say; none: it is no such reward
+    attributes: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def places_lost(self) -> frozenset[int]:
@@ -58,7 +60,11 @@ class RewardOutcome:
         lost = frozenset(
             i for i, score in enumerate(marked) if score is not None and math.isnan(score)
         )
-        whole = cls([None if i in lost else score for i, score in enumerate(marked)], **counts)
+        whole = cls(
+            [None if i in lost else score for i, score in enumerate(marked)],
+            **counts,
+            attributes=[named for p in parts for named in p.attributes],
+        )
         return whole if whole.places_lost == lost else replace(whole, lost=lost)
 
 

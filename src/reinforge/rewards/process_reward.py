@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,6 +43,7 @@ class ProcessReward(ModelReward):
 
     spread: str = "mean"
     join: str = "min"
+    heads: ClassVar[Sequence[str] | None] = ()  # one, whatever its name
     # what was asked, and what was said
     _last: tuple[Any, list[list[Step]]] | None = field(default=None, repr=False)
 

@@ -262,6 +262,8 @@ class ScoreRequest(_ContentPart):
     prompts: Annotated[list[str | list[dict[str, Any]]], Field(fail_fast=True)] | None = None
     completions: Annotated[list[str], Field(fail_fast=True)] | None = None
     messages: Annotated[list[list[dict[str, Any]]], Field(fail_fast=True)] | None = None
+    # of the heads of an attribute model in its score
+    weights: dict[str, float] | None = None
 
 
 R = TypeVar("R", bound=BaseModel)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from reinforge.data.sources import check_messages
-from reinforge.rewards.model import ModelReward
+from reinforge.rewards.model import ModelReward, weighted
 from reinforge.serve.requests import ApiError, ScoreRequest
 
 
@@ -37,14 +37,36 @@ class RewardModelScorer:
         prompts, completions = _pairs(request)
         if not prompts:
             raise ApiError(400, "there is no text to score")
-        scores = await asyncio.get_running_loop().run_in_executor(
-            self._worker, self.reward, prompts, completions
+        self._check_weights(request.weights)
+        said = await asyncio.get_running_loop().run_in_executor(
+            self._worker, self.reward.head_scores, prompts, completions
         )
+        reply: dict[str, Any] = {"object": "list", "model": self.name}
+        if not self._heads:
+            return {**reply, "scores": [_finite(score) for (score,) in said]}
+        attributes = [dict(zip(self._heads, scores, strict=True)) for scores in said]
         return {
-            "object": "list",
-            "model": self.name,
-            "scores": [s if math.isfinite(s) else None for s in scores],
+            **reply,
+            "scores": [_finite(weighted(one, request.weights)) for one in attributes],
+            "attributes": [{k: _finite(v) for k, v in one.items()} for one in attributes],
         }
+
+    @property
+    def _heads(self) -> tuple[str, ...]:
+        assert self.reward.model is not None
+        return self.reward.model.attributes
+
+    def _check_weights(self, weights: dict[str, float] | None) -> None:
+        for name, weight in (weights or {}).items():
+            if name not in self._heads:
+                has = ", ".join(self._heads) or "one without a name"
+                raise ApiError(400, f"no head {name!r}: its heads are {has}", param="weights")
+            if not math.isfinite(weight):
+                raise ApiError(400, f"weights.{name} is not finite", param="weights")
+
+
+def _finite(score: float | None) -> float | None:
+    return score if score is not None and math.isfinite(score) else None
 
 
 def _pairs(request: ScoreRequest) -> tuple[list[Any], list[str]]:

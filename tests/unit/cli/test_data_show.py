@@ -183,3 +183,23 @@ def test_a_giant_does_not_hide_the_rest() -> None:
     lines = list(histogram([*range(100), 10**6], 80))
     assert len(lines) == 8 and lines[0].split()[0] == "0-11" and lines[0].endswith(" 12")
     assert lines[-1].split()[0] == "84-1,000,000" and lines[-1].endswith(" 17")
+
+
+def test_helpsteer_is_recognised(tmp_path: Path, capsys: Any) -> None:
+    """Its attributes are told, a conversation is one, and the answer is what is trained."""
+    grades = dict.fromkeys(("helpfulness", "correctness", "coherence", "complexity"), 3)
+    rows = [
+        {"prompt": "c#", "response": "A language.", **grades, "verbosity": 1},
+        {
+            "prompt": "2+2?\n<extra_id_1>Assistant\n4\n<extra_id_1>User\n3+3?",
+            "response": "6",
+            **grades,
+            "verbosity": 0,
+        },
+    ]
+    file = write(tmp_path / "train.jsonl", rows)
+    assert main(["data", "show", file]) == 0
+    page = capsys.readouterr().out
+    assert "helpsteer (prompt, response, helpfulness, correctness" in page
+    assert "a grade for each attribute" in page and "attribute models" in page
+    assert "⟦A language.⟧" in page and "⟦6⟧" in page and "assistant: 4" in page

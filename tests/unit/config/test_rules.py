@@ -121,6 +121,7 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "Noise on embeddings (NEFTune)": ("train.neftune=5.0",),
         "Load-balancing loss of a mixture of experts": ("train.router_aux_loss=0.01",),
         "Loss on all tokens of a row": ("data.loss_on=all",),
+        "Attributes in the prompt": ("data.attributes={names: [wit]}",),
         "Whole texts in blocks": ("data.blocks=true",),
         "Dropout in an adapter": ("adapter={dropout: 0.1}",),
         "QLoRA (base in 4 bits)": ("adapter={kind: qlora}",),

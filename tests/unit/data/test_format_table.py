@@ -191,9 +191,22 @@ ORIGINALS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"prompt": [system("Be brief."), user("2+2?")], "completion": "4"},
     ),
     (
+        "helpsteer",
+        {
+            "prompt": "c#",
+            "response": "A language.",
+            "helpfulness": 3,
+            "correctness": 4,
+            "coherence": 4,
+            "complexity": 2,
+            "verbosity": 1,
+        },
+        {"prompt": "c#", "completion": "A language.", "helpfulness": 3, "verbosity": 1},
+    ),
+    (
         "prompt_completion",
-        {"prompt": "2+2?", "response": "4", "helpfulness": 4, "verbosity": 2},
-        {"prompt": "2+2?", "completion": "4", "helpfulness": 4},
+        {"prompt": "2+2?", "response": "4", "helpfulness": "yes"},
+        {"prompt": "2+2?", "completion": "4", "helpfulness": "yes"},
     ),
     (
         "alpaca",
@@ -230,6 +243,17 @@ def test_every_format_has_an_original_a_name_in_the_configuration_and_a_line_in_
     text = made["PAGE"].read_text(encoding="utf-8")
     assert text == made["with_table"](text), "run `make reference`"
     assert all(f"| `{name}` |" in text for name in FORMATS)
+
+
+def test_a_conversation_of_helpsteer() -> None:
+    """Turns that stand in one text; one that ends with the assistant is left as it is."""
+    text = "2+2?\n<extra_id_1>Assistant\n4\n<extra_id_1>User\nAnd 3+3?"
+    graded = {"response": "6", "helpfulness": 4, "verbosity": None}
+    row, read_as = read_row({"prompt": text, **graded}, "here")
+    assert read_as is not None and read_as.format == "helpsteer"
+    assert row["prompt"] == [user("2+2?"), assistant("4"), user("And 3+3?")]
+    cut = text.rpartition("\n<extra_id_1>")[0]
+    assert read_row({"prompt": cut, **graded}, "here")[0]["prompt"] == cut
 
 
 def test_what_is_said(tmp_path: Path) -> None:

@@ -24,14 +24,16 @@ def sums(values: Tensor, sequence: Tensor, rows: int) -> Tensor:
 
 
 def last(values: Tensor, lengths: Tensor) -> Tensor:
-    """[S] the value at each sequence's last trained token; 0 where there is none.
+    """[S] the value at each sequence's last trained token; 0 where there is none. Of several heads,
+    [M, A], those of each: [S, A].
 
     Counted by length and never by looking at ids, so a pad that equals eos cannot move it.
     """
     if not len(values):
-        return torch.zeros(len(lengths), dtype=values.dtype, device=values.device)
+        return values.new_zeros(len(lengths), *values.shape[1:])
     found = values[(lengths.cumsum(0) - 1).clamp(min=0)]
-    return torch.where(lengths > 0, found, torch.zeros_like(found))
+    there = (lengths > 0).view(-1, *[1] * (values.ndim - 1))
+    return torch.where(there, found, torch.zeros_like(found))
 
 
 def constant(streams: Mapping[str, Tensor], name: str, lengths: Tensor) -> Tensor:

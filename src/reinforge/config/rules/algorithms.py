@@ -152,6 +152,12 @@ FEATURES = (
         _cells(preference=WHICH_TOKENS, online=WHICH_TOKENS, reward=WHICH_TOKENS),
     ),
     Feature(
+        "Attributes in the prompt",
+        "data.attributes",
+        lambda c: c.data.attributes is not None,
+        _cells(reward=No("a reward model would read the grades that it is to give", "remove it")),
+    ),
+    Feature(
         "Whole texts in blocks",
         "data.blocks",
         lambda c: c.data.blocks,

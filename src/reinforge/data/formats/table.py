@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reinforge.data.formats import instructions, pairs, tasks, turns
+from reinforge.data.formats import graded, instructions, pairs, tasks, turns
 from reinforge.data.formats.columns import Record, has
 
 Fits = Callable[[Record], bool]
@@ -19,6 +19,7 @@ SFT = "SFT"
 PAIRS = "pairs"  # preference losses and reward models
 JUDGED = "KTO"
 STEPS = "process rewards"
+GRADED = "attribute models"
 TEXT = "pre-training"
 
 
@@ -270,6 +271,20 @@ FORMATS: dict[str, Format] = {
         prompt=tasks.orca_question,
         answers=tasks.response,
     ),
+    "helpsteer": Format(
+        columns=(("prompt",), ("completion", "response"), ("helpfulness",)),
+        more=(*graded.ATTRIBUTES, "tools"),
+        becomes={
+            "prompt": "prompt",
+            "completion": "completion|response",
+            **{name: name for name in graded.ATTRIBUTES},
+        },
+        serves=(GRADED, SFT, RL),
+        known="nvidia/HelpSteer, nvidia/HelpSteer2, files of `reinforge score`",
+        fits=graded.is_graded,
+        prompt=graded.conversation,
+        answers=tasks.response,
+    ),
     "prompt_completion": Format(
         columns=(("prompt", "question"), ("completion", "response")),
         more=("score", "answer", "tools"),
@@ -279,7 +294,7 @@ FORMATS: dict[str, Format] = {
             "answer": "answer",
         },
         serves=(SFT, RL),
-        known="TRL, HelpSteer",
+        known="TRL",
         answers=tasks.response,
     ),
     "alpaca": Format(
