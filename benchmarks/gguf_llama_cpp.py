@@ -3,7 +3,7 @@
     python benchmarks/gguf_llama_cpp.py --python ENV_WITH_LLAMA_CPP/bin/python [--model DIR]
                                         [--precision f16] [--tokens 48]
 
-Makes a small Llama and a small Qwen2 (or takes `--model`, a model directory), trains each on a few
+Makes a small Llama, Qwen2 and Qwen3 (or takes `--model`, a model directory), trains each on a few
 sums so that the likeliest token is clearly so, writes the GGUF file, and asks llama-cpp-python, in
 an environment of its own, to go on from the same texts. Compared are the ids of the prompts, which
 shows the tokenizer, and the ids of the answers. transformers computes with the weights as the file
@@ -26,12 +26,13 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     Qwen2Config,
+    Qwen3Config,
 )
 
 from reinforge.models.tiny import tiny_tokenizer
-from reinforge.offline.gguf_file import PRECISIONS, write_gguf
+from reinforge.offline.gguf_file import PRECISIONS, end_token, write_gguf
 
-SUMS = [f"{a}+{b}={a + b}" for a in range(1, 40) for b in range(1, 40)]
+SUMS = [f"{a}+{b}={a + b}, it's the sum" for a in range(1, 40) for b in range(1, 40)]
 PROMPTS = ["3+4=", "12+ 7=", "It's 25+1", "9+9=18\n\n2", "déjà 7+", "x\t1+1=2 don't"]
 
 THEIRS = """
@@ -53,9 +54,12 @@ for prompt in prompts:
 
 def trained(kind: Any, folder: Path) -> Path:
     """A small model that has seen some sums."""
-    tokenizer = tiny_tokenizer(SUMS, 300)
+    # transformers gives each family a tokenizer of its own, which cuts text in its own way
+    tiny_tokenizer(SUMS, 300).save_pretrained(folder)
+    kind().save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     config = kind(
-        vocab_size=len(tokenizer),
+        vocab_size=len(tokenizer) + 7,
         hidden_size=96,
         intermediate_size=192,
         num_hidden_layers=3,
@@ -77,7 +81,7 @@ def trained(kind: Any, folder: Path) -> Path:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f"{kind.model_type}: trained to a loss of {float(loss):.2f}")
+    print(f"{kind.model_type}: trained to a loss of {loss.item():.2f}")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -91,11 +95,12 @@ def ours(folder: Path, precision: str, tokens: int) -> list[dict[str, list[int]]
         if weight.ndim > 1:
             weight.copy_(weight.to(PRECISIONS[precision]).float())
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    end = end_token(tokenizer, folder)
     found = []
     for prompt in PROMPTS:
         ids = tokenizer.encode(prompt, add_special_tokens=False)
         answer: list[int] = []
-        while len(answer) < tokens and tokenizer.eos_token_id not in answer[-1:]:
+        while len(answer) < tokens and end not in answer[-1:]:
             answer.append(int(model(torch.tensor([ids + answer])).logits[0, -1].argmax()))
         found.append({"ids": ids, "answer": answer})
     return found
@@ -134,7 +139,7 @@ def main() -> int:
     if args.model is not None:
         return 0 if compare(args.model, args) else 1
     with tempfile.TemporaryDirectory() as room:
-        kinds = (LlamaConfig, Qwen2Config)
+        kinds = (LlamaConfig, Qwen2Config, Qwen3Config)
         found = [compare(trained(kind, Path(room) / kind.model_type), args) for kind in kinds]
     return 0 if all(found) else 1
 

@@ -180,9 +180,15 @@ def _add_tokenizer(writer: Any, folder: Path, vocabulary: int) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     merges = file["model"]["merges"]
+    if not merges:
+        raise InputError(
+            "the tokenizer joins no bytes at all, and llama.cpp reads none without merges.",
+            where=WHERE,
+            fix="Take a tokenizer that was trained on some text.",
+        )
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
     ids = {kind: getattr(tokenizer, f"{kind}_token_id", None) for kind in ("bos", "pad", "unk")}
-    for kind, number in {**ids, "eos": _end(tokenizer, folder)}.items():
+    for kind, number in {**ids, "eos": end_token(tokenizer, folder)}.items():
         if number is not None:
             getattr(writer, f"add_{kind}_token_id")(number)
     bare = tokenizer.encode("x", add_special_tokens=False)
@@ -192,7 +198,7 @@ def _add_tokenizer(writer: Any, folder: Path, vocabulary: int) -> None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _end(tokenizer: Any, folder: Path) -> int | None:
+def end_token(tokenizer: Any, folder: Path) -> int | None:
     """The token that ends an answer: the end of turn, where the generation config names several."""
     path = folder / "generation_config.json"
     ends = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
@@ -230,10 +236,16 @@ def _tokens(tokenizer: Any, file: dict[str, Any], vocabulary: int) -> tuple[list
     """Every token by its id, up to the size of the embedding, and what kind it is."""
     by_id = {number: text for text, number in tokenizer.get_vocab().items()}
     added = {token["id"]: token for token in file["added_tokens"]}
-    size = max(vocabulary, max(by_id) + 1)
-    tokens = [by_id.get(number, f"[unused{number}]") for number in range(size)]
+    if max(by_id) >= vocabulary:
+        raise InputError(
+            f"the tokenizer has a token {max(by_id)} ({by_id[max(by_id)]!r}), and the model embeds"
+            f" tokens up to {vocabulary - 1}.",
+            where=WHERE,
+            fix="Give the model the tokenizer that it was trained with.",
+        )
+    tokens = [by_id.get(number, f"[unused{number}]") for number in range(vocabulary)]
     kinds = []
-    for number in range(size):
+    for number in range(vocabulary):
         if number in added:
             kinds.append(CONTROL if added[number]["special"] else USER_DEFINED)
         else:

@@ -27,6 +27,7 @@ ROUNDING = 1e-9  # relative spread of rewards that are equal and were averaged
 # a metric of every step whose answers get rewards; a reward model's own scores are not rewards
 SCORED = "reward/unscored"
 EVALUATIONS = ("eval/accuracy",)  # what must not collapse
+TEACHERS = ("policy/teacher_kl", "distillation/")  # metrics of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class RunHealth:
     # means of steps in which all answers got the same reward
     rewards: set[float] = field(default_factory=set)
     varied: bool = False  # whether any step had answers with different rewards
+    taught: bool = False  # whether a teacher says what to learn, with rewards or without
     scores: dict[str, list[EvalScore]] = field(default_factory=dict)
     trackers: dict[str, str] = field(default_factory=dict)  # those that failed, and what they said
 
@@ -108,6 +110,7 @@ class RunHealth:
         self.faults = self.faults or any(
             name.startswith(FAULTS) and value for name, value in metrics.items()
         )
+        self.taught = self.taught or any(name.startswith(TEACHERS) for name in metrics)
         if SCORED in metrics:
             self.scored_steps += 1
             self.unscored += _finite(metrics[SCORED]) or 0.0
@@ -160,7 +163,7 @@ class RunHealth:
                     + " `reinforge check rewards CONFIG` tries each reward.",
                 )
             )
-        if not self.varied and len(self.rewards) == 1:
+        if not self.varied and len(self.rewards) == 1 and not self.taught:
             found.append(self._constant())
         elif self.idle * 2 > self.steps:
             found.append(self._idle())

@@ -162,6 +162,12 @@ def test_a_tokenizer_that_llama_cpp_cannot_know_is_refused(tmp_path: Path) -> No
     file["pre_tokenizer"] = {"type": "Whitespace"}
     path.write_text(json.dumps(file))
     assert "['Whitespace']" in refused(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    assert "joins no bytes" in refused(folder)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    assert "a token 279" in refused(saved(tmp_path / "model", vocab_size=270))
 
 
 def test_numbers_too_large_for_f16_are_told(tmp_path: Path) -> None:

@@ -73,6 +73,9 @@ def score(value: float, spread: float | None = 0.05) -> dict[str, float]:
             ["constant_reward"],
         ),
         ([{**FINE, "reward/std": 0.0, "reward/mean": 0.0}] * 5 + [FINE], []),
+        # a teacher says what to learn
+        ([{**FINE, "reward/std": 0.0, "reward/mean": 0.0, "policy/teacher_kl": 0.3}] * 6, []),
+        ([{**FINE, "reward/std": 0.0, "reward/mean": 0.0, "distillation/kl": 0.3}] * 6, []),
         # it moves
         (
             [
