@@ -264,6 +264,6 @@ def test_a_server_gives_all_attributes(judge: Path) -> None:
 def test_correlation_by_hand() -> None:
     x = torch.tensor([1.0, 2.0, 4.0])
     y = torch.tensor([3.0, 1.0, 1.0])
-    # means 7/3 and 5/3: -5/3 over the root of 14/3 times 8/3
+    # means 7/3 and 5/3: -8/3 over the root of 14/3 times 8/3
     assert correlation(x, y) == pytest.approx((-2.6666666) / math.sqrt(14 / 3 * 8 / 3), abs=1e-6)
     assert correlation(x, torch.ones(3)) is None and correlation(x[:1], y[:1]) is None

@@ -294,7 +294,7 @@ def test_eval_chat_export_demo_check(
     )
     assert calls[-1] == (
         (tmp_path, tmp_path / "out"),
-        dict(checkpoint="best", merge=True, push=None),
+        dict(checkpoint="best", merge=True, gguf=None, push=None),
     )
     assert main(["export", str(tmp_path), str(tmp_path / "out"), "--checkpoint", "bets"]) == 2
     assert main(["export", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
