@@ -58,7 +58,8 @@ def lora(tiny: Path, trained: Trained) -> Path:
 @pytest.fixture(scope="module")
 def exported(trained: Trained) -> Path:
     code, said = cli_runs.forked("export", "runs/sft", "out", cwd=trained.folder)
-    assert code == 0 and said.splitlines()[-1] == "out", said
+    assert code == 0 and "out, the newest checkpoint of runs/sft" in said, said
+    assert said.splitlines()[-1].split() == ["next", "reinforge", "chat", "out"], said
     return trained.folder / "out"
 
 

@@ -209,7 +209,17 @@ def export(
         )
     from reinforge.offline.export import export as write
 
-    print(write(run, out, checkpoint=checkpoint, merge=merge, gguf=gguf, push=push))
+    write(run, out, checkpoint=checkpoint, merge=merge, gguf=gguf, push=push)
+    found = {"made": f"{out}, the {checkpoint_in_words(checkpoint)} checkpoint of {run}"}
+    files = sorted(str(file) for file in out.glob("*.gguf"))
+    if files:
+        found["for llama.cpp"] = ", ".join(files)
+    print_mapping({**found, "next": f"reinforge chat {shlex.quote(str(out))}"})
+
+
+def checkpoint_in_words(checkpoint: str) -> str:
+    """A checkpoint in words."""
+    return {"latest": "newest", "best": "best"}.get(checkpoint, f"{checkpoint}.")
 
 
 def tiny(
@@ -250,7 +260,7 @@ def tiny(
     path = shlex.quote(str(out))
     print_mapping(
         {
-            "made": f"{out}, a model that gets about a fifth of its sums right",
+            "made": f"{out}, a model that gets about a fifth of its sums (3+4+5=) right",
             "next": recipe if path == TOY else f"{recipe} model.path={path}",
             "more": "reinforge recipes lists what else starts from it",
         }
