@@ -352,17 +352,24 @@ def test_push(
 
 
 def test_a_merged_run_as_a_file_for_llama_cpp(
-    lora: Path, merged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The file is loaded here like any model, and is the merged one."""
-    out = tmp_path / "out"
-    assert main(["export", str(lora), str(out), "--merge", "--gguf", "f32"]) == 0
+    words = ["count the apples, then count the pears"]
+    model = make_tiny_model(
+        tmp_path / "model", width=32, layers=1, heads=2, kv_heads=1, text=words, vocabulary=270
+    )
+    cfg = make_config(str(model), tmp_path, "run", "grpo", "train.learning_rate=0.05", **LORA)
+    launch(cfg)
+    run, out = cfg.run.dir, tmp_path / "out"
+    assert main(["export", run, str(out), "--merge", "--gguf", "f32"]) == 0
+    assert "model-F32.gguf" in capsys.readouterr().out
     told = open_model(str(out / "model-F32.gguf"))[0]
-    want = open_model(str(merged))[0]
+    want = open_model(str(out))[0]
     for name, weight in want.module.state_dict().items():
         torch.testing.assert_close(told.module.state_dict()[name], weight, atol=0, rtol=0)
-    assert main(["export", str(lora), str(tmp_path / "a"), "--gguf", "f16"]) == 2
+    assert main(["export", run, str(tmp_path / "a"), "--gguf", "f16"]) == 2
     assert "Add --merge" in capsys.readouterr().err
-    assert main(["export", str(lora), str(tmp_path / "a"), "--merge", "--gguf", "q4"]) == 2
+    assert main(["export", run, str(tmp_path / "a"), "--merge", "--gguf", "q4"]) == 2
     assert "no precision 'q4'" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
