@@ -88,6 +88,8 @@ def _known_names(function: Callable[P, T]) -> Callable[P, T]:
 
     Its signature stays what it is.
     """
+    of_trainer = function.__name__ == "__init__"
+    where = WHERE if of_trainer else f"reinforge.{function.__name__}"
     known = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @wraps(function)
@@ -96,8 +98,8 @@ def _known_names(function: Callable[P, T]) -> Callable[P, T]:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 listed = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(known)}."
-                fix = UNKNOWN.get(name, listed)
-                raise InputError(f"has no argument {name}.", where=WHERE, fix=fix)
+                fix = UNKNOWN.get(name, listed) if of_trainer else listed
+                raise InputError(f"has no argument {name}.", where=where, fix=fix)
         return function(*args, **kwargs)
 
     return call
@@ -141,7 +143,7 @@ class Trainer(ConfigTrainer):
         loss: Callable[..., Any] | None = None,
         sampler: Callable[[Row, int], float] | None = None,
         callbacks: GivenCallbacks = (),
-        overrides: Sequence[str] = (),
+        overrides: Sequence[str] | None = (),
     ):
         """Give a config (file, dict or object), or the usual few things by name; `overrides` reach
         everything else (`"train.schedule.kind=cosine"`).
@@ -178,6 +180,8 @@ class Trainer(ConfigTrainer):
         """
         _check_objects(model, tokenizer, adapter)
         _check_tools(env, tools)
+        overrides = overrides or ()
+        made_up = config is None and dir is None
         module = None if model is None or isinstance(model, str | Path) else model
         paths = {
             name: str(value)
@@ -233,6 +237,7 @@ class Trainer(ConfigTrainer):
             ]
         overrides = [*_part_overrides(advantage, loss), *overrides]
         super().__init__(given.named(_loaded(config, overrides)), given)
+        self._dir_made_up = made_up and not any(o.startswith("run.dir=") for o in overrides)
 
 
 def _check_not_ignored(named: Mapping[str, Any], paths: Mapping[str, str]) -> None:
@@ -407,7 +412,9 @@ def _check_tools(env: Any, tools: Any) -> None:
         raise InputError("is one tool, not a list.", where="tools", fix="Write [tool].")
 
 
-def _train_pipeline(config: Path, overrides: Sequence[str] = (), **arguments: Any) -> RunResult:
+def _train_pipeline(
+    config: Path, overrides: Sequence[str] | None = (), **arguments: Any
+) -> RunResult:
     """Metrics are named by stage: `grpo/eval/accuracy`."""
     if arguments:
         raise InputError(
@@ -415,7 +422,7 @@ def _train_pipeline(config: Path, overrides: Sequence[str] = (), **arguments: An
             where=WHERE,
             fix="Write data to files, and name rewards as `file.py:function`.",
         )
-    pipeline = load_any(config, overrides)
+    pipeline = load_any(config, overrides or ())
     assert isinstance(pipeline, Pipeline)
     result = run_pipeline(pipeline)
     return RunResult(result.run_dir, result.metrics, 0, None, result.report)
@@ -471,6 +478,7 @@ def evaluate(
     return evaluate_saved(Path(config_or_run), overrides, checkpoint)
 
 
+@_known_names
 def benchmark(
     model: str | Path,
     tasks: str | Sequence[str],
@@ -612,6 +620,7 @@ def _prompts_file(prompts: str | Path | Iterable[Any] | None, folder: Path) -> P
     return file
 
 
+@_known_names
 def make_data(
     kind: Literal["answers", "questions", "pairs"],
     source: str | Path | Iterable[Any],

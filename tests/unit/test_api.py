@@ -125,6 +125,19 @@ def test_an_argument_that_there_is_not_is_an_input_error(given: dict[str, Any], 
         reinforge.train(model="m", data=ROWS, rewards=[share_of_a], **given)
 
 
+def test_other_functions_tell_it_too() -> None:
+    with pytest.raises(
+        InputError, match=r"^reinforge\.make_data: has no argument at_leest\. Did you mean at_least"
+    ):
+        reinforge.make_data(at_leest=1)  # type: ignore[call-arg]
+    with pytest.raises(
+        InputError, match=r"^reinforge\.benchmark: has no argument row\. Did you mean rows\?"
+    ):
+        reinforge.benchmark("m", "gsm8k", row="rows.jsonl")  # type: ignore[call-arg]
+    with pytest.raises(InputError, match=r"has no argument args\. There are: model, tasks"):
+        reinforge.benchmark("m", "gsm8k", args=1)  # type: ignore[call-arg]
+
+
 def test_objects_that_are_no_model_are_refused(tiny_dir: str, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer

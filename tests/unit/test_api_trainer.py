@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,18 @@ def test_what_cannot_be_set_is_told(make: Make) -> None:
                 step.set_rewards([[1.0] * 4])
             with pytest.raises(InputError, match="nan is no reward"):
                 step.set_rewards([[float("nan")] * 4] * 4)
+            for given in ([1, 2, 3], 1.0, None):
+                flat = rf"\[4, 4, 4, 4\] answers by group, and {re.escape(repr(given))} was given"
+                with pytest.raises(InputError, match=rf"{flat}.*one number for each of its ans"):
+                    step.set_rewards(given)  # type: ignore[arg-type]
+            with pytest.raises(InputError, match=r"step\.set_advantages: .*\[1\.0, .*was given"):
+                step.set_advantages([1.0] * 16)  # type: ignore[list-item]
+            for wrong_reward in ("a", [1.0], 1j):
+                with pytest.raises(InputError, match="is no reward. Give finite numbers"):
+                    step.set_rewards([[wrong_reward] * 4] * 4)  # type: ignore[list-item]
+            for wrong_advantage in ("a", None, [[1.0], 2.0]):
+                with pytest.raises(InputError, match="cannot have the advantages .*finite number"):
+                    step.set_advantages([[wrong_advantage] * 4] * 4)  # type: ignore[list-item]
             wrong = step.samples[0].n_trained + 1
             with pytest.raises(InputError, match="one for each trained token"):
                 step.set_advantages([[[0.5] * wrong] * 4] * 4)
@@ -256,9 +269,38 @@ def test_a_program_that_ends_with_a_trainer_open(make: Make) -> None:
     trainer._abandon()  # what `atexit` calls
     summary = json.loads((Path(cfg.run.dir) / "summary.json").read_text())
     assert summary["status"] == "stopped" and "the program ended" in summary["error"]
+    assert "Nothing was saved yet" in summary["error"]
     assert list(trainer) == []
     with pytest.raises(InputError, match="has ended before step 1 was trained"):
         step.update()
+
+
+def test_a_program_that_ends_after_a_checkpoint(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was given tells how to go on: a directory that was made up must be given."""
+    cfg = make("run", "grpo")
+    monkeypatch.chdir(tmp_path)
+    made_up = reinforge.Trainer(
+        model=cfg.model.path,
+        data=DATA,
+        rewards=[odd],
+        steps=3,
+        prompts_per_step=2,
+        group_size=2,
+        max_new_tokens=2,
+        overrides=None,
+    )
+    folder = made_up.config.run.dir
+    for trainer, told in (
+        (trainer_of(cfg), "is intact: the same call continues from it."),
+        (made_up, f"is intact: give dir='{folder}' to continue from it."),
+    ):
+        next(iter(trainer))
+        trainer.save()
+        trainer._abandon()
+        summary = json.loads((Path(trainer.config.run.dir) / "summary.json").read_text())
+        assert summary["error"].endswith(told)
 
 
 def test_stepping_inside_a_running_event_loop(make: Make) -> None:

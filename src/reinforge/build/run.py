@@ -47,6 +47,7 @@ class ConfigTrainer:
         self._step: RunStep | None = None  # the one that is in the caller's hands
         self._again: RunStep | None = None  # the next one, where that one was cut
         self._ended = False
+        self._dir_made_up = False  # the same call would begin another run
 
     # ---- steps ----
 
@@ -262,11 +263,18 @@ class ConfigTrainer:
     def _abandon(self) -> None:
         """The program ends, and nobody has closed the trainer."""
         self._throw(
-            StoppedByPolicy(
-                "the program ended while this run was open. Its newest checkpoint is intact: the"
-                " same call continues from it."
-            )
+            StoppedByPolicy(f"the program ended while this run was open. {self._what_is_left()}")
         )
+
+    def _what_is_left(self) -> str:
+        from reinforge.checkpoint import store
+
+        folder = self.config.run.dir
+        if store.latest(Path(folder)) is None:
+            return "Nothing was saved yet: close the trainer, or use it as a context manager."
+        if self._dir_made_up:
+            return f"Its newest checkpoint is intact: give dir={folder!r} to continue from it."
+        return "Its newest checkpoint is intact: the same call continues from it."
 
 
 def train_config(

@@ -33,6 +33,18 @@ Direction = Literal["maximize", "minimize"]
 USUAL_TRIALS = 20
 LESS_IS_BETTER = re.compile(r"loss|perplexity|error|calibration|unscored")
 MORE_IS_BETTER = re.compile(r"reward|accuracy|pass@|margin")
+# what evaluations report under plain names; those of environments and losses may be others
+REPORTED = (
+    "eval/accuracy",
+    "eval/reward",
+    "eval/loss",
+    "eval/margin",
+    "eval/calibration",
+    "eval/length",
+    "eval/unscored",
+)
+PLAIN = re.compile(r"(eval/)?[a-z]+")
+NEAR = 0.9  # of difflib: one letter that is missing, wrong or too many
 # keys that a sweep must not vary, by how they begin, and why
 FIXED = {
     "eval.": "trials would be evaluated in different ways, and could not be compared",
@@ -123,6 +135,8 @@ def read_sweep(path: Path | None, over: Sequence[str], settings: Mapping[str, An
             fix="Name a key and its range, e.g. --over train.learning_rate=log:1e-6..1e-4.",
         )
     _check_keys(found)
+    if found.metric is not None:
+        _check_metric(found.metric)
     return found
 
 
@@ -160,6 +174,17 @@ def _checked(tree: Mapping[str, Any], where: str) -> SweepConfig:
         return SweepConfig.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         raise InputError("; ".join(problems_of(error)), where=where) from None
+
+
+def _check_metric(metric: str) -> None:
+    """A slip of the pen is told at once, not after the first evaluation."""
+    if metric in REPORTED or not PLAIN.fullmatch(metric):
+        return
+    full = f"eval/{metric.removeprefix('eval/')}"
+    if near := difflib.get_close_matches(full, REPORTED, 1, NEAR):
+        raise InputError(
+            f"no evaluation reports {metric!r}.", where="--metric", fix=f"Did you mean {near[0]}?"
+        )
 
 
 def _check_keys(sweep: SweepConfig) -> None:

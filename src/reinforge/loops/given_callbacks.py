@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,6 +13,8 @@ from reinforge.core.metrics import Metrics
 from reinforge.loops.callbacks import Callback, GivenCallbacks
 from reinforge.loops.control import RunControl
 from reinforge.loops.open_step import RunStep
+
+NEAR = 0.8  # of difflib: all events begin alike
 
 
 class _AfterStep(Callback):
@@ -73,6 +76,7 @@ class Callbacks:
 
 def _callback(item: Any) -> Callback:
     if isinstance(item, Callback):
+        _check_events(type(item))
         return item
     if hasattr(item, "on_train_begin"):
         from reinforge.loops.trainer_callbacks import HuggingFaceCallback
@@ -88,6 +92,23 @@ def _callback(item: Any) -> Callback:
             " callbacks of transformers."
         ),
     )
+
+
+def _check_events(kind: type[Callback]) -> None:
+    """A method that is called like an event and is none would never be called. A class that is a
+    callback of transformers too has its events as well.
+    """
+    if any(base.__name__ == "TrainerCallback" for base in kind.__mro__):
+        return
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in dir(kind):
+        if name.startswith("on_") and name not in events and callable(getattr(kind, name)):
+            near = difflib.get_close_matches(name, events, 1, NEAR)
+            raise InputError(
+                f"{kind.__name__}.{name} is no event.",
+                where="callbacks",
+                fix=f"Did you mean {near[0]}?" if near else f"There are: {', '.join(events)}.",
+            )
 
 
 def _name(item: Any) -> str:

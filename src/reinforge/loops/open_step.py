@@ -7,6 +7,7 @@ somebody looks, and by the loop at the latest.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -193,11 +194,11 @@ class RunStep:
                 place = places.get(sample.uid)
                 if place is None:
                     continue
-                given = torch.as_tensor(value, dtype=place.dtype, device=place.device)
+                given = _numbers(value, place)
                 if given.ndim and given.shape != place.shape or not bool(given.isfinite().all()):
                     raise InputError(
                         f"an answer of {len(place)} trained tokens cannot have the advantages"
-                        f" {value!r}.",
+                        f" {reprlib.repr(value)}.",
                         where="step.set_advantages",
                         fix="Give one finite number, or one for each trained token.",
                     )
@@ -244,12 +245,15 @@ class RunStep:
 
     def _check_shape(self, values: Sequence[Sequence[object]], what: str) -> None:
         wanted = [len(group.samples) for group in self.groups]
-        found = [len(part) for part in values]
-        if found != wanted:
+        try:
+            found = f"{[len(part) for part in values]} values"
+        except TypeError:  # it is no list of lists
+            found = f"{reprlib.repr(values)} was given"
+        if found != f"{wanted} values":
             raise InputError(
-                f"there are {wanted} answers by group, and {found} values.",
+                f"there are {wanted} answers by group, and {found}.",
                 where=f"step.{what}",
-                fix="Give one list for each group, with one value for each of its samples.",
+                fix="Give one list for each group, with one number for each of its answers.",
             )
 
     def _places(self) -> dict[str, Tensor]:
@@ -269,14 +273,25 @@ class RunStep:
         return found
 
 
+def _numbers(value: TokenValues, place: Tensor) -> Tensor:
+    """As a tensor, like `place`; what is no number is not finite."""
+    try:
+        return torch.as_tensor(value, dtype=place.dtype, device=place.device)
+    except (TypeError, ValueError, RuntimeError):
+        return place.new_tensor(math.nan)
+
+
 def _reward(value: float | None) -> float | None:
     """A finite number, or None."""
     if value is None:
         return None
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
     if not math.isfinite(number):
         raise InputError(
-            f"{value!r} is no reward.",
+            f"{reprlib.repr(value)} is no reward.",
             where="step.set_rewards",
             fix="Give finite numbers, or None for an answer that is not to be trained.",
         )

@@ -16,7 +16,7 @@ from typing import Any
 from reinforge.core.aio import together
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row
-from reinforge.rewards.adapt import IDS
+from reinforge.rewards.adapt import ALWAYS, IDS
 from reinforge.rewards.outcome import RewardOutcome, checked
 from reinforge.rewards.pool import RewardPool
 from reinforge.rewards.rule import NormalizationRule
@@ -135,8 +135,15 @@ class FunctionReward:
     @property
     def columns(self) -> set[str]:
         """The columns that every row must have, or the function cannot be called."""
-        own = self._required - {"prompts", "completions", IDS} - self.options.keys()
+        own = self._required - {*ALWAYS, IDS} - self.options.keys()
         return own | set(getattr(self.function, "needs", ()))
+
+    @property
+    def reads_nothing(self) -> bool:
+        """Whether the function asks for nothing of what was said, as one that is meant to be called
+        in another way.
+        """
+        return not self._takes_all and self._takes.isdisjoint({*ALWAYS, IDS})
 
     def _given(
         self, rows: Sequence[Row], completions: Sequence[str], tokens: Tokens | None
@@ -151,21 +158,38 @@ class FunctionReward:
             available.setdefault(column, [r.columns.get(column) for r in rows])
         missing = self._required - available.keys() - self.options.keys()
         if missing:
-            raise lacks(self.name, missing, available)
+            raise lacks(self, missing, available)
         return {k: v for k, v in available.items() if self._takes_all or k in self._takes} | dict(
             self.options
         )
 
 
-def lacks(name: str, missing: Iterable[str], columns: Iterable[str], row: str = "") -> InputError:
+def lacks(
+    reward: FunctionReward, missing: Iterable[str], columns: Iterable[str], row: str = ""
+) -> InputError:
     """A reward needs columns that are not there."""
     which = f"row {row}" if row else "the rows"
     have = "does not have" if row else "do not have"
     return InputError(
-        f"reward {name} needs {', '.join(sorted(missing))}, which {which} {have} (columns:"
+        f"reward {reward.name} needs {', '.join(sorted(missing))}, which {which} {have} (columns:"
         f" {', '.join(sorted(columns))}).",
         where="rewards",
-        fix="Map a column with data.columns, or give it as rewards.options.",
+        fix=_how_called(columns) if reward.reads_nothing else _how_mapped(),
+    )
+
+
+def _how_called(columns: Iterable[str]) -> str:
+    may = dict.fromkeys((*reversed(ALWAYS), IDS, *sorted(columns)))
+    return (
+        "A reward is called as f(completions, **columns) and returns one number per completion. It"
+        f" may take: {', '.join(may)}."
+    )
+
+
+def _how_mapped() -> str:
+    return (
+        "Map a column with data.columns, or give it as rewards.options;"
+        f" {' and '.join(ALWAYS)} are always there."
     )
 
 
@@ -191,7 +215,7 @@ def check_columns(
         everywhere = lacking == sum(map(len, parts))
         if first is not None and (not some or everywhere):
             raise lacks(
-                reward.name,
+                reward,
                 needed - first.columns.keys(),
                 first.columns,
                 "" if everywhere else repr(first.id),

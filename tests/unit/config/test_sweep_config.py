@@ -131,6 +131,30 @@ def test_a_range_needs_its_key() -> None:
         read_sweep(None, ["int:1..2"], {})
 
 
+@pytest.mark.parametrize(
+    ("metric", "meant"),
+    [
+        ("eval/accurac", "eval/accuracy"),
+        ("eval/acuracy", "eval/accuracy"),
+        ("eval/rewards", "eval/reward"),
+        ("accuracy", "eval/accuracy"),
+        ("eval/los", "eval/loss"),
+    ],
+)
+def test_a_metric_that_is_mistyped(metric: str, meant: str) -> None:
+    told = f"--metric: no evaluation reports '{metric}'. Did you mean {meant}\\?"
+    with pytest.raises(InputError, match=told):
+        read_sweep(None, ["train.steps=int:1..9"], {"metric": metric})
+
+
+@pytest.mark.parametrize(
+    "metric",
+    ["eval/accuracy", "eval/loss/a", "eval/reward_1", "eval/pass@4", "eval/solved", "eval/chosen"],
+)
+def test_a_metric_that_may_be_there(metric: str) -> None:
+    assert read_sweep(None, ["train.steps=int:1..9"], {"metric": metric}).metric == metric
+
+
 def test_which_way_is_better() -> None:
     names = ("eval/loss", "eval/reward", "eval/accuracy", "eval/pass@8", "eval/calibration")
     assert [direction_of(name) for name in names] == [

@@ -18,6 +18,7 @@ from reinforge.checkpoint import store
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.metrics import Metrics
+from reinforge.loops.given_callbacks import Callbacks
 
 Make = Callable[..., Config]
 
@@ -135,6 +136,16 @@ class Updates(reinforge.Callback):
         step.update()
 
 
+class Mistyped(reinforge.Callback):
+    def on_steps(self, run: reinforge.RunControl, step: reinforge.RunStep) -> None:
+        raise AssertionError
+
+
+class Strange(reinforge.Callback):
+    def on_weekend(self) -> None:
+        raise AssertionError
+
+
 @pytest.mark.parametrize(
     ("callback", "says"),
     [
@@ -144,15 +155,29 @@ class Updates(reinforge.Callback):
         (Updates(), r"Updates\.on_rewards raised .*the loop trains this step itself"),
         (3, r"callbacks: 3 is no callback\. .*reinforge\.Callback"),
         (Broken, r"is no callback"),
+        (Mistyped(), r"^callbacks: Mistyped\.on_steps is no event\. Did you mean on_step\?$"),
+        (
+            Strange(),
+            r"Strange\.on_weekend is no event\. There are: on_begin, on_rollouts, .*on_end",
+        ),
     ],
-    ids=["raises", "too late", "cannot evaluate", "updates", "a number", "a class"],
+    ids=[
+        "raises",
+        "too late",
+        "cannot evaluate",
+        "updates",
+        "a number",
+        "a class",
+        "mistyped",
+        "strange",
+    ],
 )
 def test_a_callback_that_fails_is_named(make: Make, callback: Any, says: str) -> None:
     cfg = make("run", "grpo")
     listening = Listening()
     with pytest.raises(InputError, match=says):
         train(cfg, [listening, callback])
-    if not isinstance(callback, int | type):
+    if not isinstance(callback, int | type | Mistyped | Strange):  # before the run begins
         assert listening.heard[-1][0] == "end" and isinstance(listening.heard[-1][2], InputError)
         summary = json.loads((Path(cfg.run.dir) / "summary.json").read_text())
         assert summary["status"] == "failed"
@@ -234,3 +259,18 @@ def test_early_stopping_of_transformers(make: Make) -> None:
         callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
     )
     assert result.steps == 2 and "EarlyStoppingCallback" in str(result.stopped)
+
+
+def test_only_methods_that_look_like_events_are_refused() -> None:
+    class Both(reinforge.Callback, TrainerCallback):
+        """Ours, and of transformers: it has the events of both."""
+
+    class Own(reinforge.Callback):
+        on_fire = False  # no method
+
+        def _on_steps(self) -> None: ...
+
+        def once(self) -> None: ...
+
+    both, own = Both(), Own()
+    assert [callback for _, callback in Callbacks([both, own]).listed] == [both, own]

@@ -20,7 +20,7 @@ from reinforge.core.sample import Row
 from reinforge.rewards.build import build_rewards, load_function
 from reinforge.rewards.builtin import FUNCTIONS
 from reinforge.rewards.combine import total
-from reinforge.rewards.function import FunctionReward
+from reinforge.rewards.function import FunctionReward, check_columns
 from reinforge.rewards.names import BUILTIN
 from reinforge.rewards.verifiable import exact_match, exact_number, last_number, regex
 
@@ -126,6 +126,23 @@ def test_columns_arrive_by_name() -> None:
     ]
     with pytest.raises(InputError, match=r"needs gold, which the rows do not have.*answer"):
         score(lambda completions, gold: [0, 0])
+
+
+def test_a_function_that_is_no_reward_is_told_how_one_is_called() -> None:
+    def scalar(text: str) -> float:
+        raise AssertionError
+
+    how = r"f\(completions, \*\*columns\) and returns one number per completion"
+    may = r"It may take: completions, prompts, completion_ids, answer, level\."
+    with pytest.raises(InputError, match=rf"needs text, .*{how}\. {may}$"):
+        score(scalar)
+    rows = [Row("r", "p", {"answer": "a", "level": 1})]
+    with pytest.raises(InputError, match=rf"\(columns: answer, level\).*{how}\. {may}$"):
+        check_columns([FunctionReward("mine", scalar)], rows)
+    mapped = r"Map a column with data\.columns.*; prompts and completions are always there\.$"
+    for asks in (lambda prompts, gold: [], lambda completion_ids, gold: [], lambda gold, **_: []):
+        with pytest.raises(InputError, match=mapped):
+            check_columns([FunctionReward("mine", asks)], rows)
 
 
 def test_a_column_cannot_replace_the_completions() -> None:
