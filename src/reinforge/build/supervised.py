@@ -39,6 +39,7 @@ from reinforge.core.backend import Backend, Stateful
 from reinforge.core.engine import Engine
 from reinforge.core.errors import InputError
 from reinforge.data import units as kinds
+from reinforge.data.chat import UNUSUAL
 from reinforge.data.disk_rows import DiskRows
 from reinforge.data.units import Unit
 from reinforge.evals.heldout import heldout_loss
@@ -63,6 +64,8 @@ def build_supervised(
     loss = inputs.algorithm.loss
     train = make_units(inputs, inputs.train_rows, view)
     report_few_rows(cfg, len(train.units) if cfg.data.blocks else len(inputs.train_rows), view)
+    if glued := inputs.renderer.counts["glued"]:
+        view.message(f"data: {glued} of {len(inputs.train_rows)} rows: {UNUSUAL['glued']}")
     held_out = make_units(inputs, inputs.eval_rows, view)
     if units_of(inputs.algorithm) is kinds.judged and (what := kinds.one_sided(inputs.train_rows)):
         view.message(f"warning: data: {what} {kinds.BOTH_LABELS}")

@@ -226,7 +226,8 @@ def _show(results: Mapping[str, BenchmarkResult], folder: Path) -> None:
         )
         if count
     }
-    print_mapping({**notes, "records": f"{folder}/TASK.jsonl", "results": folder / "results.json"})
+    records = ", ".join(str(folder / f"{result.task}.jsonl") for result in results.values())
+    print_mapping({**notes, "records": records, "results": folder / "results.json"})
 
 
 def _numbers(found: MetricValue) -> dict[str, str]:

@@ -13,6 +13,7 @@ from reinforge.config.algorithm import AlgorithmConfig
 from reinforge.config.data import DataConfig
 from reinforge.config.data_source import is_config, source_config
 from reinforge.config.model import ModelConfig
+from reinforge.core.errors import InputError
 from reinforge.core.hub import offline
 
 MOST = 10_000  # rows that are looked at unless all are asked for
@@ -58,7 +59,8 @@ def show(
     """Show rows as a run would have them.
 
     Their format, columns and rendered text with what is trained marked, how
-    long they are, and which would be dropped or cut, and why.
+    long they are, and which would be dropped or cut, and why. The exit code is
+    2 where no row at all can be used.
 
     [bold]Examples[/bold]
 
@@ -82,6 +84,8 @@ def show(
         **({} if new_tokens is None else {"new_tokens": new_tokens}),
     )
     print_data(view, full=full)
+    if view.bad and not view.usable:
+        raise typer.Exit(InputError.exit_code)
 
 
 def _settings(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from reinforge.cli import show
 from reinforge.cli.show import GAP, INDENT, wrapped
+from reinforge.data.bad_rows import by_reason
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +23,7 @@ TRAINED = "bold green"
 TROUBLE = "bold yellow"
 BEGINNING = 700  # characters of a long text that are shown, and of its end
 END = 400
-SHOWN = 5  # rows named where some are left out
+SHOWN = 5  # rows named where some are too long
 BINS = 8
 BAR = 40  # columns of the longest bar
 
@@ -225,11 +226,12 @@ def _print_left_out(out: Console, view: DataView) -> None:
     if view.bad:
         verb = "dropped (data.bad_rows: drop)" if view.dropped else "refused"
         _heading(out, f"{_rows(len(view.bad))} cannot be used: {verb}", style=TROUBLE)
-        for where, what in view.bad[:SHOWN]:
-            _print_lines(out, f"{where}: {what}")
-        _print_more(out, len(view.bad))
-        if not view.dropped:
-            _print_lines(out, "Repair what is named, or set data.bad_rows=drop.")
+        for line in by_reason(view.bad):
+            _print_lines(out, line)
+        for fix in view.fixes if view.fixes or view.dropped else ["Repair what is named."]:
+            _print_lines(out, fix)
+        if not view.dropped and view.usable:
+            _print_lines(out, "Or leave such rows out: data.bad_rows=drop.")
         found = True
     if view.long:
         verb = {

@@ -4,12 +4,12 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from reinforge.core.errors import InputError
 
-SHOWN = 5
+SHOWN = 5  # reasons, and places of each
 
 
 class BadRows:
@@ -58,6 +58,30 @@ class BadRows:
         return ["\n".join([first, *self._named()])]
 
     def _named(self) -> list[str]:
-        lines = [f"  - {error.where}: {error.what}" for error in self.errors[:SHOWN]]
-        more = len(self.errors) - SHOWN
-        return [*lines, f"  - and {more} more"] if more > 0 else lines
+        found = [(error.where or "", error.what) for error in self.errors]
+        return [f"  - {line}" for line in by_reason(found)]
+
+
+def by_reason(found: Sequence[tuple[str, str]]) -> list[str]:
+    """Places and what is wrong there, in their order: a line for each reason, with the first places
+    that have it.
+
+    >>> by_reason([("a:1", "is empty"), ("a:2", "is no text"), ("a:4", "is empty")])
+    ['a:1: is empty (also a:4)', 'a:2: is no text']
+    >>> by_reason([(f"a:{i}", "is empty") for i in range(50)])
+    ['a:0: is empty (also a:1, a:2, a:3, a:4 and 45 more)']
+    """
+    places: dict[str, list[str]] = {}
+    for where, what in found:
+        places.setdefault(what, []).append(where)
+    lines = [_line(what, wheres) for what, wheres in list(places.items())[:SHOWN]]
+    more = sum(len(wheres) for wheres in list(places.values())[SHOWN:])
+    return [*lines, f"and {more:,} more"] if more else lines
+
+
+def _line(what: str, wheres: Sequence[str]) -> str:
+    first, *others = wheres[:SHOWN]
+    more = len(wheres) - SHOWN
+    rest = f" and {more:,} more" if more > 0 else ""
+    also = f" (also {', '.join(others)}{rest})" if others else ""
+    return f"{first}: {what}{also}"

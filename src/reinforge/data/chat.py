@@ -40,7 +40,12 @@ UNUSUAL = {
         "the chat template has no place for tool calls: they are not in the text; use another"
         " one (model.chat_template)"
     ),
+    "glued": (
+        "as plain text nothing stands between prompt and answer; model.chat_template=alpaca (or"
+        " another) puts a template around them"
+    ),
 }
+SEPARATORS = tuple(":=>]|#-")  # with which a prompt may end that is written to be gone on with
 
 
 class Renderer:
@@ -49,7 +54,7 @@ class Renderer:
     have spanned the end of a prompt was cut there, as it is in a rollout),
     template_reads_special_text (the template would have treated such text in its own way, e.g.
     split at it; it did not get to see it), calls_left_out (the template does not write the tool
-    calls of a conversation).
+    calls of a conversation), glued (plain text, with nothing between prompt and answer).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig):
@@ -64,6 +69,7 @@ class Renderer:
         self.chat = cfg.chat != "never" and bool(tokenizer.chat_template)
         self.template = Template(tokenizer)
         self.counts: Counter[str] = Counter()
+        self._glued_row: str | None = None  # the last one that was counted
         self.bos = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
 
     # what the rest of the house calls
@@ -175,8 +181,12 @@ class Renderer:
         with a space), otherwise apart, as a rollout would.
         """
         text = check_text(row.columns["completion"], _where(row), "completion")
-        prompt = self.template.plain(self._text(row))
-        joint = self.template.plain(self._text(row) + text)
+        asked = self._text(row)
+        if not self.tokenizer.chat_template and _is_glued(asked, text):
+            self.counts["glued"] += self._glued_row != row.id  # a pair is one row
+            self._glued_row = row.id
+        prompt = self.template.plain(asked)
+        joint = self.template.plain(asked + text)
         if joint[: len(prompt)] != prompt:
             self.counts["split_token"] += 1
             joint = prompt + self.template.plain(text)
@@ -331,6 +341,16 @@ class Renderer:
 
     def _count(self, row: Row, value: Any) -> None:
         self.counts["special_text"] += self.template.has_special_text(value)
+
+
+def _is_glued(prompt: str, answer: str) -> bool:
+    """Whether nothing tells where the prompt ends and the answer begins.
+
+    >>> _is_glued("What is 1+1?", "2"), _is_glued("1+1=", "2"), _is_glued("One", " two")
+    (True, False, False)
+    """
+    ends = prompt[-1:]
+    return bool(ends) and not (ends.isspace() or ends in SEPARATORS or answer[:1].isspace())
 
 
 def _fitting(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -11,10 +11,12 @@ Z95 = 1.959963984540054
 def wilson(successes: float, trials: int) -> tuple[float, float]:
     """The 95% Wilson score interval of a proportion (Wilson 1927).
 
-    Never leaves [0, 1], sane at 0 and at n.
+    Never leaves [0, 1], sane at 0 and at n, where one bound is exact.
 
     >>> low, high = wilson(5, 10); round(low, 4), round(high, 4)
     (0.2366, 0.7634)
+    >>> wilson(0, 7)[0], wilson(7, 7)[1]
+    (0.0, 1.0)
     """
     if trials == 0:
         return 0.0, 1.0
@@ -22,7 +24,10 @@ def wilson(successes: float, trials: int) -> tuple[float, float]:
     centre = p + Z95**2 / (2 * trials)
     spread = Z95 * math.sqrt(p * (1 - p) / trials + Z95**2 / (4 * trials**2))
     scale = 1 + Z95**2 / trials
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+    # at 0 and at n centre and spread differ by rounding alone
+    low = 0.0 if p <= 0 else max(0.0, (centre - spread) / scale)
+    high = 1.0 if p >= 1 else min(1.0, (centre + spread) / scale)
+    return low, high
 
 
 def pass_at_k(correct: Sequence[int], samples: int, k: int) -> float:

@@ -100,7 +100,9 @@ class DataView:
     long: list[tuple[str, int]] = field(default_factory=list)  # places of those with more
     policy: str = ""  # data.length
     bad: list[tuple[str, str]] = field(default_factory=list)  # places of rows that cannot be used
+    fixes: list[str] = field(default_factory=list)  # what to do about them, each once
     dropped: bool = False  # such rows are dropped: data.bad_rows
+    usable: int = 0  # rows that can be rendered; without a model, that can be read
     unusual: dict[str, int] = field(default_factory=dict)  # what else there is to know: rows
 
 
@@ -123,9 +125,11 @@ def view_data(
     view.whole = most is None or len(found) <= most
     found = found[:most]
     view.rows = len(found)
+    view.usable = len(found)
     for report in reports:
         view.read_as += report.lines()[: None if not report.bad.errors else -1]
-        view.bad += [(error.where or "", error.what) for error in report.bad.errors]
+        for error in report.bad.errors:
+            _add_bad(view, error.where or "", error)
     view.columns = _columns(cfg)
     serves = _serves(reports)
     view.serves = ", ".join(serves)
@@ -243,7 +247,8 @@ def _render(
         try:
             units = _units_of_row(renderer, row, make)
         except InputError as error:
-            view.bad.append((row.place or row.id, error.what))
+            _add_bad(view, row.place or row.id, error)
+            view.usable -= 1
             continue
         samples = [sample for unit in units for sample in unit]
         view.lengths += [len(sample.tokens) for sample in samples]
@@ -253,6 +258,12 @@ def _render(
         if len(view.shown) < shown:
             view.shown.append(_shown(row, samples, renderer, make))
     view.unusual = {UNUSUAL[name]: count for name, count in renderer.counts.items() if count}
+
+
+def _add_bad(view: DataView, where: str, error: InputError) -> None:
+    view.bad.append((where, error.what))
+    if error.fix and error.fix not in view.fixes:
+        view.fixes.append(error.fix)
 
 
 def _units_of_row(renderer: Renderer, row: Row, make: Units | None) -> list[Unit]:

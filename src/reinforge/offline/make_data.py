@@ -28,7 +28,7 @@ from reinforge.models.constraint_library import check as check_constraint
 from reinforge.offline.complete_rows import complete_rows
 from reinforge.offline.completion_sources import open_source
 from reinforge.offline.journal import REQUEST, GenerationJournal, Line, write_whole
-from reinforge.offline.labels import LabelOptions, open_labeller
+from reinforge.offline.labels import LabelOptions, open_labeller, value_of
 from reinforge.offline.made_rows import (
     DropCounts,
     Selection,
@@ -183,7 +183,7 @@ async def make_file(
         raise InputError(
             f"nothing is left of {len(lines)} completions ({told}).",
             where=str(out),
-            fix=f"{raw_path(out)} has all of them.",
+            fix=f"{_lower(options.selection, lines)}{raw_path(out)} has all of them.",
         )
     manifest = {
         "reinforge": __version__,
@@ -199,6 +199,14 @@ async def make_file(
     }
     manifest = _write(out, made, redact_settings(manifest))
     return DataMade(out, made, len(rows), len(lines), dict(drops.counts), drops.examples, manifest)
+
+
+def _lower(rule: Selection, lines: Sequence[Line]) -> str:
+    """What to do where no score was high enough."""
+    scores = [value for line in lines if (value := value_of(line)) is not None]
+    if rule.at_least is None or not scores or max(scores) >= rule.at_least:
+        return ""
+    return f"The best score was {max(scores):g}: lower --at-least ({rule.at_least:g}). "
 
 
 def raw_path(out: Path) -> Path:

@@ -113,6 +113,60 @@ def test_what_is_left_out_is_named_and_nothing_is_wider_than_the_terminal(
     assert "more characters" not in page and "more than" not in page
 
 
+@pytest.fixture
+def plain(chatty: str) -> str:
+    """The same without a chat template."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    for file in Path(chatty).glob("*chat_template*"):
+        file.unlink()
+    tokenizer.save_pretrained(chatty)
+    return chatty
+
+
+def test_where_no_row_can_be_used_the_hint_is_that_of_a_run(
+    plain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    talk = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+    write(tmp_path / "s.jsonl", [{"conversations": [*talk, *talk[: 2 * i]]} for i in range(7)])
+    out = screen(monkeypatch, 300)
+    assert main(["data", "show", "s.jsonl", "--model", plain]) == 2
+    page = out.getvalue()
+    assert "7 rows cannot be used: refused" in page
+    assert page.count("no chat template") == 2, "how it is rendered, and why not"
+    assert "s.jsonl:1: its prompt is chat messages" in page
+    assert "(also s.jsonl:2, s.jsonl:3, s.jsonl:4, s.jsonl:5 and 2 more)" in page
+    assert page.count("set model.chat_template (llama2") == 1 and "bad_rows" not in page
+    # as soon as one row can be used it is no error
+    write(tmp_path / "m.jsonl", [{"conversations": talk}, *ALPACA])
+    out = screen(monkeypatch, 300)
+    assert main(["data", "show", "m.jsonl", "--model", plain]) == 0
+    page = out.getvalue()
+    assert "set model.chat_template (llama2" in page
+    assert "Or leave such rows out: data.bad_rows=drop." in page
+
+
+def test_prompt_and_answer_that_are_glued_are_told(
+    plain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", ALPACA)
+    out = screen(monkeypatch, 300)
+    assert main(["data", "show", path, "--model", plain]) == 0
+    note = "as plain text nothing stands between prompt and answer; model.chat_template=alpaca"
+    assert out.getvalue().count(f"2 rows: {note}") == 1
+    out = screen(monkeypatch, 300)
+    told = ["model.chat_template=alpaca", "data.max_length=500"]
+    assert main(["data", "show", path, *told, "--model", plain]) == 0
+    assert "### Response:" in out.getvalue()
+    assert note not in out.getvalue()
+    pair = {"prompt": "2+2?", "chosen": "four", "rejected": "five"}
+    path = write(tmp_path / "p.jsonl", [pair, {**pair, "prompt": "2+2="}])
+    out = screen(monkeypatch, 300)
+    assert main(["data", "show", path, "--model", plain]) == 0
+    assert f"1 row: {note}" in out.getvalue()
+
+
 def test_trained_text_has_a_colour_too(
     chatty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +219,7 @@ def test_a_configuration_shows_its_data_as_its_algorithm_trains_them(
     out = screen(monkeypatch)
     assert main(["data", "show", str(config)]) == 0
     assert "shown     rows of kto; trained" in out.getvalue()
-    assert main(["data", "show", path, "--algorithm", "sft", "--model", chatty]) == 0
+    assert main(["data", "show", path, "--algorithm", "sft", "--model", chatty]) == 2
     assert "has no answer to train on" in " ".join(out.getvalue().split())
 
 

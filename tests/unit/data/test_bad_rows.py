@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from reinforge.build.run import train_config
 from reinforge.config.data import DataConfig
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
+from reinforge.data import bad_rows
+from reinforge.data.bad_rows import by_reason
 from reinforge.data.sources import load_rows
 
 
@@ -26,12 +29,26 @@ def test_the_first_five_bad_rows_are_named_and_all_are_counted(tmp_path: Path) -
         load_rows(DataConfig(source=str(path)))
     told = str(caught.value).splitlines()
     assert told[0] == "data: 7 of 14 rows cannot be used:"
-    places = [line.split(": ")[0] for line in told[1:6]]
-    assert places == [f"  - {path}:{line}" for line in (2, 4, 6, 8, 10)]
-    assert told[6] == "  - and 2 more" and "remove the row" in told[7]
-    assert told[7].endswith("Or leave such rows out: data.bad_rows: drop.") and len(told) == 8
+    others = ", ".join(f"{path}:{line}" for line in (4, 6, 8, 10))
+    assert told[1] == f"  - {path}:2: prompt is empty (also {others} and 2 more)"
+    assert len(told) == 3
+    assert "remove the row" in told[2]
+    assert told[2].endswith("Or leave such rows out: data.bad_rows: drop.")
     # a limit that is reached before them does not look at them
     assert len(load_rows(DataConfig(source=str(path), limit=1))) == 1
+
+
+def test_every_reason_has_a_line_up_to_five() -> None:
+    assert doctest.testmod(bad_rows).failed == 0
+    found = [(f"a:{i}", f"reason {i % 7}") for i in range(16)]
+    assert by_reason(found) == [
+        "a:0: reason 0 (also a:7, a:14)",
+        "a:1: reason 1 (also a:8, a:15)",
+        "a:2: reason 2 (also a:9)",
+        "a:3: reason 3 (also a:10)",
+        "a:4: reason 4 (also a:11)",
+        "and 4 more",
+    ]
 
 
 def test_one_bad_row_is_told_as_before(tmp_path: Path) -> None:
@@ -72,8 +89,7 @@ def test_supervised_rows_are_checked_before_weights_are_read(
         train_config(make("run", algorithm, rewards=[]), CallerObjects(data=rows))
     told = str(caught.value).splitlines()
     assert told[0] == "data: 8 of 8 rows cannot be used:"
-    assert len(told) == 8 and "(data row 4)" in told[5] and what in told[5]
-    assert told[6] == "  - and 3 more"
+    assert len(told) == 3 and "(data row 4) and 3 more)" in told[1] and what in told[1]
 
 
 def test_prompts_that_cannot_be_rendered_are_dropped_and_told(
@@ -88,7 +104,17 @@ def test_prompts_that_cannot_be_rendered_are_dropped_and_told(
     train_config(cfg, CallerObjects(data=rows))
     said = capsys.readouterr().out
     assert "data: 2 of 6 rows dropped (data.bad_rows: drop):" in said
-    assert "(data row 1): its prompt is chat messages" in said
+    assert "(data row 1): its prompt is chat messages" in said and "(data row 2))" in said
+
+
+def test_a_run_says_that_prompt_and_answer_are_glued(
+    make: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["What is 1+1?", "1+1=", "Say two.\n", "Two?"]
+    rows = [{"prompt": prompt, "completion": "two"} for prompt in asked]
+    train_config(make("run", "sft", "train.steps=1", rewards=[]), CallerObjects(data=rows))
+    said = capsys.readouterr().out
+    assert said.count("data: 2 of 4 rows: as plain text nothing stands between") == 1
 
 
 def test_a_run_says_that_a_step_repeats_rows(

@@ -352,8 +352,8 @@ def test_bad_rows_are_dropped_and_told(tmp_path: Path) -> None:
     assert [row.prompt for row in load_rows(cfg, reports)] == ["question 7"]
     assert lines_of(reports)[1:] == [
         "data: data.where leaves out 5 of 8 rows",
-        f"data: 2 of 8 rows dropped (data.bad_rows: drop):\n  - {path}:2: prompt is empty\n"
-        f"  - {path}:5: prompt is empty",
+        f"data: 2 of 8 rows dropped (data.bad_rows: drop):\n  - {path}:2: prompt is empty"
+        f" (also {path}:5)",
     ]
     with pytest.warns(UserWarning, match="2 of 8 rows dropped"):
         assert len(load_rows(DataConfig(source=str(path), bad_rows="drop"))) == 6

@@ -269,8 +269,8 @@ def test_columns_where_template_system_limit(tmp_path: Path) -> None:
     with pytest.raises(
         InputError,
         match=(
-            r"a.jsonl:1: has no column 'solutoin', only q, solution, level\n(.*\n)*Did you mean"
-            r" solution\?.*data.columns"
+            r"a.jsonl:1: has no column 'solutoin', only q, solution, level \(also .*\n"
+            r"(.*\n)*Did you mean solution\?.*data.columns"
         ),
     ):
         load_rows(cfg(source, columns={"answer": "solutoin"}))

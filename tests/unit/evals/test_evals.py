@@ -97,7 +97,13 @@ def test_wilson_solves_its_equation(c: int, n: int) -> None:
             1.959963984540054**2 * bound * (1 - bound) / n, abs=1e-9
         )
     low, high = wilson(c, n)
-    assert 0 <= low <= c / n <= high + 1e-12 and high <= 1 and low < high
+    assert 0 <= low <= c / n <= high <= 1 and low < high
+
+
+def test_wilson_is_exact_where_all_or_none_are_right() -> None:
+    for n in range(1, 200):
+        assert wilson(0, n)[0] == 0 and wilson(n, n)[1] == 1
+        assert 0 < wilson(0, n)[1] < 1 and 0 < wilson(n, n)[0] < 1
 
 
 def test_pass_at_k_is_the_average_over_subsets() -> None:

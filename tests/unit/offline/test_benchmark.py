@@ -216,6 +216,8 @@ def test_the_command(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert done.exit_code == 0, done.output
     assert "gsm8k\taccuracy\t" in done.output and "mmlu\taccuracy\t" in done.output
     folder = Path("benchmarks/tiny")
+    (records,) = (line for line in done.output.splitlines() if line.startswith("records"))
+    assert records.split(maxsplit=1)[1] == f"{folder}/gsm8k.jsonl, {folder}/mmlu.jsonl"
     assert len(lines_of(folder / "gsm8k.jsonl")) == 3
     # another task of the same model: the results of the first stay
     done = CliRunner().invoke(app, [*line, "--tasks", "mmlu"])

@@ -154,6 +154,20 @@ def test_pairs_by_a_reward_from_python_and_by_a_judge(tmp_path: Path) -> None:
     assert lines_of(out) == both.rows, "what was there stays"
 
 
+def test_a_threshold_that_no_answer_reaches(tmp_path: Path) -> None:
+    def length(completions: list[str], **columns: Any) -> list[float]:
+        return [len(c) / 4 for c in completions]
+
+    out = tmp_path / "made.jsonl"
+    with stub_server(lambda body: ["a", "aaa"]) as stub:
+        options: dict[str, Any] = dict(teacher=stub.url, n=2, rewards=length)
+        with pytest.raises(InputError, match=r"best score was 0\.75: lower --at-least \(0\.8\)\. "):
+            make_data("answers", QUESTIONS, out, at_least=0.8, **options)
+        assert not out.exists() and len(lines_of(tmp_path / "made.raw.jsonl")) == 8
+        made = make_data("answers", QUESTIONS, out, at_least=0.75, **options)
+        assert len(made.rows) == 4 and len(stub.asked) == 4, "nobody is asked again"
+
+
 def test_a_reward_that_was_edited_is_asked_again(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     source = "def mine(completions, **columns):\n    return [{} for c in completions]\n"
