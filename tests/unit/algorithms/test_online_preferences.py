@@ -241,8 +241,9 @@ def test_the_opponent_samples_the_geometric_mixture(coefficient: float, lora: bo
                 mixed = geometric_mixture(ours, theirs, coefficient=share)[len(prompt) - 1 : -1]
                 expected = mixed.gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
                 assert completion.logprobs == pytest.approx(expected.tolist(), abs=2e-4)
-    assert both.state() == {"blocks": engine.blocks, "opponent_blocks": opponent.blocks}
-    both.load({"blocks": 9, "opponent_blocks": 10})
+    sizes = {"block": 16, "opponent_block": 16}
+    assert both.state() == {"blocks": engine.blocks, "opponent_blocks": opponent.blocks, **sizes}
+    both.load({"blocks": 9, "opponent_blocks": 10, **sizes})
     assert (engine.blocks, opponent.blocks) == (9, 10)
 
 

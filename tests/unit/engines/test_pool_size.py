@@ -206,6 +206,15 @@ def test_a_cache_that_finds_no_room_becomes_smaller(monkeypatch: pytest.MonkeyPa
     assert engine.stats.preemptions > 0 and engine.pool.free == engine.pool.total == engine.blocks
 
 
+def test_a_cache_keeps_its_tokens_where_blocks_have_another_size() -> None:
+    """A checkpoint of a GPU, whose blocks are larger, or one that does not tell their size."""
+    engine = exact_engine()
+    engine.load({"blocks": 40, "block": 64})
+    assert engine.blocks == engine.pool.total == 160
+    engine.load({"blocks": 40})
+    assert engine.blocks == engine.pool.total == 40
+
+
 def test_where_one_sequence_has_no_room_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     only(3, monkeypatch)
     with pytest.raises(
