@@ -39,7 +39,7 @@ from reinforge.config.rewards import RewardConfig
 from reinforge.config.schema import Config
 from reinforge.config.strict import parse
 from reinforge.core.aio import run_sync
-from reinforge.core.errors import InputError
+from reinforge.core.errors import InputError, ReinforgeError
 from reinforge.data.objects import rows_of
 from reinforge.data.sources import PYTHON
 from reinforge.evals.benchmarks.rows import GivenRows, read_rows
@@ -48,6 +48,7 @@ from reinforge.offline.question_answers import TEMPLATE
 from reinforge.pipelines.run import run_pipeline
 from reinforge.rewards.build import GivenRewards, describe_rewards
 from reinforge.rewards.load import name_of_given
+from reinforge.rewards.raised import from_their_code
 from reinforge.watch.logs import read_lines
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from reinforge.engines.openai import OpenAIServer
     from reinforge.evals.benchmarks.result import BenchmarkResult
     from reinforge.loops.callbacks import GivenCallbacks
+    from reinforge.loops.open_step import RunStep
     from reinforge.offline.conversation import Conversation
     from reinforge.offline.make_data import DataMade
 
@@ -239,6 +241,21 @@ class Trainer(ConfigTrainer):
         super().__init__(given.named(_loaded(config, overrides)), given)
         self._dir_made_up = made_up and not any(o.startswith("run.dir=") for o in overrides)
 
+    def _advance(self) -> RunStep | None:
+        try:
+            return super()._advance()
+        except ReinforgeError as error:
+            raise _brief(error) from error.__cause__
+
+
+def _brief(error: ReinforgeError) -> ReinforgeError:
+    """An error of the caller's, with the caller's lines in its traceback and none of ours: it says
+    in words what is wrong. All of them are in the traceback.txt of the run.
+    """
+    if error.__cause__ is not None:
+        error.__cause__.__traceback__ = from_their_code(error.__cause__.__traceback__)
+    return error.with_traceback(None)
+
 
 def _check_not_ignored(named: Mapping[str, Any], paths: Mapping[str, str]) -> None:
     """What would say nothing beside a config is refused."""
@@ -356,7 +373,10 @@ def train(config: Any = None, **arguments: Any) -> RunResult:
     """
     if isinstance(config, str | Path) and is_pipeline(Path(config)):
         return _train_pipeline(Path(config), **arguments)
-    return Trainer(config, **arguments).run()
+    try:
+        return Trainer(config, **arguments).run()
+    except ReinforgeError as error:
+        raise _brief(error) from error.__cause__
 
 
 def _check_objects(model: Any, tokenizer: Any, adapter: Any) -> None:

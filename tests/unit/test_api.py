@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -651,3 +652,33 @@ def test_what_a_result_has(tiny_dir: str, tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(InputError, match=f"needs {package.partition('.')[0]}"):
             use(replace(result))
+
+
+def test_a_reward_that_raises_shows_its_authors_lines(tiny_dir: str, tmp_path: Path) -> None:
+    """... and none of ours: those are in a file, until the run is begun again."""
+    known: dict[str, float] = {}
+
+    def scored(completions: list[str], **columns: Any) -> list[float]:
+        return [known["score"] for _ in completions]
+
+    given: dict[str, Any] = SMALL | dict(
+        model=tiny_dir, data=ROWS, rewards=[scored], dir=str(tmp_path)
+    )
+    with pytest.raises(InputError, match=r"reward scored raised at .*KeyError") as caught:
+        reinforge.train(**given)
+    error = caught.value
+    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)] == [
+        "test_a_reward_that_raises_shows_its_authors_lines",
+        "train",
+    ]
+    assert error.__cause__ is not None
+    cause = traceback.extract_tb(error.__cause__.__traceback__)
+    assert cause[0].name == "scored" and {frame.filename for frame in cause} == {__file__}
+    file = tmp_path / "traceback.txt"
+    whole = file.read_text()
+    assert "scoring.py" in whole and "in scored" in whole and "InputError: row " in whole
+    with pytest.raises(InputError) as stepped, reinforge.Trainer(**given) as trainer:
+        next(iter(trainer))
+    assert len(traceback.extract_tb(stepped.value.__traceback__)) <= 5
+    known["score"] = 1.0
+    assert reinforge.train(**given).steps == 1 and not file.exists()

@@ -31,6 +31,7 @@ from reinforge.loops.view import ViewLike
 from reinforge.models import rope
 from reinforge.models.load import check_architecture, load_config, load_tokenizer
 from reinforge.rewards.build import build_rewards
+from reinforge.rewards.execution import note_unfindable
 from reinforge.rewards.function import FunctionReward
 
 NO_LIMIT = 1 << 20  # tokens; of a model whose configuration names no context
@@ -123,6 +124,8 @@ def read_inputs(
     for reward in rewards:
         for note in reward.notes:
             view.message(note)
+    if note := note_unfindable(rewards):
+        view.message(note)
     return RunInputs(
         cfg=cfg,
         train_rows=train_rows,

@@ -38,6 +38,8 @@ SLOW = (
     "check",
     "data",
 )
+# of those: in a log they say themselves what they do, line by line
+TELLING = ("train", "sft", "sweep", "demo")
 
 
 class ReinforgeCommands(LazyGroup):
@@ -214,12 +216,14 @@ def _let_go_of_dead_output() -> None:
 
 
 def greet(args: Sequence[str]) -> None:
-    """A line at once, before anything is imported, for somebody who has just pressed Enter."""
+    """A line at once, before anything is imported, for somebody who has just pressed Enter, or who
+    reads a log. It is on standard error: results are on the other one.
+    """
     if (
         args
         and args[0] in SLOW
         and not {"-h", "--help"} & set(args)
-        and sys.stderr.isatty()
+        and (args[0] not in TELLING or sys.stderr.isatty())
         and os.environ.get("RANK", "0") == "0"
     ):
         print(f"reinforge {__version__}: {' '.join(args)}", file=sys.stderr, flush=True)

@@ -66,5 +66,20 @@ def sft_config(
     return config_from_dict(tree, overrides=list(overrides))
 
 
+def described(config: Config) -> str:
+    """The settings of `sft_config` in a sentence, so that one knows what to change."""
+    train = config.train
+    what = "all weights" if config.adapter is None else f"an adapter of rank {config.adapter.rank}"
+    if train.epochs is None:
+        long = f"{train.steps} steps"
+    else:
+        long = "1 epoch" if train.epochs == 1 else f"{train.epochs:g} epochs"
+    return (
+        f"training {what} for {long}, {train.prompts_per_step} rows a step, learning rate"
+        f" {train.learning_rate:g} ({train.schedule.kind}), {config.data.eval.size or 'no'} rows"
+        f" held out, in {config.run.dir}"
+    )
+
+
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", Path(text).name.lower()).strip("-") or "run"

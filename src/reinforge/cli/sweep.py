@@ -6,7 +6,7 @@ import importlib.util
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,9 @@ from reinforge.cli.show import print_mapping, print_table, print_text
 from reinforge.config.sweep import read_sweep
 from reinforge.core.errors import InputError
 from reinforge.sweeps.plan import SweepPlan, plan_sweep
+
+if TYPE_CHECKING:
+    from reinforge.sweeps.run import SweepResult
 
 
 class Sampler(StrEnum):
@@ -161,10 +164,21 @@ def _run(plan: SweepPlan) -> None:
     best = plan.trial_dir(result.best.number)
     print_mapping(
         {
-            "best": f"trial {result.best.number + 1}, {plan.metric} {result.best.value:.4g}",
+            "best": best_in_words(result, plan.metric),
             "run": best,
             "summary": result.summary,
         }
     )
     # one line, however long: a terminal breaks it, and copies it whole
     print(f"\nThis trains with its values:\n{plan.command(result.best.values)}")
+
+
+def best_in_words(result: SweepResult, metric: str) -> str:
+    """The best trial, or that there is none: several came to the same, and the first is taken."""
+    reached = f"{metric} {result.best.value:.4g}"
+    ties = [str(record.number + 1) for record in result.ties]
+    if not ties:
+        return f"trial {result.best.number + 1}, {reached}"
+    numbers = ", ".join(ties[:-1])
+    named = f"trials {numbers} and {ties[-1]}" if numbers else f"trial {ties[-1]}"
+    return f"trial {result.best.number + 1}, {reached}; {named} came to the same"

@@ -10,9 +10,9 @@ import typer
 
 from reinforge.build.run import train_config
 from reinforge.cli.arguments import ConfigFile, Overrides
-from reinforge.cli.problems import refuse, warn
-from reinforge.cli.quick import sft_config
-from reinforge.cli.show import print_mapping, print_table
+from reinforge.cli.problems import named_as, refuse, warn
+from reinforge.cli.quick import described, sft_config
+from reinforge.cli.show import print_mapping, print_table, print_text
 from reinforge.config.pipeline import Pipeline, load_any
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
@@ -21,6 +21,8 @@ from reinforge.pipelines.run import run_pipeline
 from reinforge.plan.hub import not_here
 from reinforge.plan.preflight import preflight
 from reinforge.watch.pipeline import show_pipeline
+
+SFT_OPTIONS = {"run.dir": "--out", "train.epochs": "--epochs", "adapter.rank": "--lora"}
 
 
 def train(
@@ -118,11 +120,12 @@ def sft(
     def say(text: str) -> None:
         warn([text])
 
-    _train_run(
-        sft_config(
+    with named_as(SFT_OPTIONS):
+        config = sft_config(
             model, data, out=out, epochs=epochs, lora=lora, overrides=overrides or [], say=say
         )
-    )
+        print_text(described(config))
+        _train_run(config)
 
 
 def _train_pipeline(pipeline: Pipeline, force: Sequence[str]) -> None:

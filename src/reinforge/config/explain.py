@@ -5,15 +5,18 @@ what was probably meant.
 from __future__ import annotations
 
 import difflib
+import re
 import typing
 from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from reinforge.algorithms.settings import closest
 from reinforge.config.schema import Config
 from reinforge.config.strict import dotted
 
+QUOTED = re.compile(r"'([^']*)'")
 Loc = tuple[str | int, ...]
 MAX_PROBLEMS = 20
 
@@ -163,6 +166,15 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def _nearest_name(value: Any, wanted: str) -> str | None:
+    """Of names as pydantic lists them.
+
+    >>> _nearest_name("shargpt", "'alpaca', 'sharegpt' or 'text'")
+    'sharegpt'
+    """
+    return closest(value, QUOTED.findall(wanted)) if isinstance(value, str) else None
+
+
 def _description(loc: Loc) -> str:
     path = _schema_path(loc)
     return next((field.description or "" for key, field in all_keys() if key == path), "")
@@ -180,6 +192,7 @@ def explain(error: ValidationError, data: Any, places: dict[Loc, str]) -> list[s
     """
     expected: dict[Loc, list[str]] = {}  # the branches of a union speak about the same key
     got: dict[Loc, str] = {}
+    meant: dict[Loc, str] = {}  # the name that was probably meant
     sentences: dict[Loc, str] = {}
     for item in error.errors(include_url=False):
         kind = item["type"]
@@ -199,11 +212,14 @@ def explain(error: ValidationError, data: Any, places: dict[Loc, str]) -> list[s
                 wanted += f" ({', '.join(inside)})"
             expected.setdefault(loc, []).append(wanted)
             got[loc] = _shown(item["input"])
+            if kind == "literal_error" and (near := _nearest_name(item["input"], wanted)):
+                meant[loc] = near
     above = {loc[:n] for loc in expected for n in range(len(loc))}
     for loc, branches in expected.items():
         if loc in above:
             continue  # a list was meant, and one of its items is wrong
-        sentences[loc] = f"got {got[loc]}, expected {' or '.join(dict.fromkeys(branches))}."
+        hint = f" Did you mean {meant[loc]!r}?" if loc in meant else ""
+        sentences[loc] = f"got {got[loc]}, expected {' or '.join(dict.fromkeys(branches))}.{hint}"
     problems = [_with_place(loc, sentence, places) for loc, sentence in sentences.items()]
     if len(problems) > MAX_PROBLEMS:
         return [*problems[:MAX_PROBLEMS], f"and {len(problems) - MAX_PROBLEMS} more."]

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from reinforge.config.base import spelled_out
 from reinforge.config.explain import explain
-from reinforge.config.recipes import is_recipe, recipe_text
+from reinforge.config.recipes import is_recipe, probably_meant, recipe_text
 from reinforge.config.schema import Config
 from reinforge.config.strict import clean, dotted, parse, scalar
 from reinforge.core.errors import InputError
@@ -67,7 +67,8 @@ def read_text(path: Path) -> str:
         raise InputError(
             "no such configuration file.",
             where=str(path),
-            fix=f"There are: {', '.join(near)}." if near else "Check the path.",
+            fix=probably_meant(path.stem)
+            + (f"There are: {', '.join(near)}." if near else "Check the path."),
         )
     try:
         with path.open("rb") as file:

@@ -8,9 +8,11 @@ import re
 import shutil
 from pathlib import Path
 
+from reinforge.algorithms.settings import closest
 from reinforge.core.errors import InputError
 
 PREFIX = "recipe:"
+MOST_NAMED = 8
 SENTENCE_END = re.compile(r"(?<=\.) (?=[A-Z`'\"])")
 
 
@@ -38,16 +40,30 @@ def recipe_path(name: str) -> Path:
     short = name.removeprefix(PREFIX).removesuffix(".yaml")
     names = recipe_names()
     if short not in names:
-        near = [other for other in names if short.rsplit("/", 1)[-1] in other] or names
+        near = [other for other in names if short.rsplit("/", 1)[-1] in other]
+        if near:
+            more = " ..." if len(near) > MOST_NAMED else ""
+            hint = f"There are: {', '.join(near[:MOST_NAMED])}{more}. "
+        else:
+            hint = probably_meant(short)
         raise InputError(
             f"there is no recipe {short!r}.",
             where=f"{PREFIX}{short}",
-            fix=(
-                f"There are: {', '.join(near[:8])}{' ...' if len(near) > 8 else ''} (`reinforge"
-                " recipes` lists all)."
-            ),
+            fix=f"{hint}`reinforge recipes` lists all.",
         )
     return recipes_dir() / f"{short}.yaml"
+
+
+def probably_meant(name: str) -> str:
+    """The recipe that somebody had in mind, as a question; nothing where none is near. The name of
+    its folder may be missing.
+
+    >>> probably_meant("chainsum"), probably_meant("gpro"), probably_meant("xyz")
+    ('Did you mean recipe:chain_sum? ', 'Did you mean recipe:algorithms/grpo? ', '')
+    """
+    short = {full.rsplit("/", 1)[-1]: full for full in reversed(recipe_names())}
+    near = closest(name.rsplit("/", 1)[-1], short, 0.7)
+    return f"Did you mean {PREFIX}{short[near]}? " if near else ""
 
 
 def recipe_text(name: str) -> str:

@@ -12,6 +12,7 @@ import asyncio
 import math
 import signal
 import time
+import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -37,7 +38,7 @@ from reinforge.loops.signals import Signals
 from reinforge.loops.step import TrainingStep
 from reinforge.loops.troubles import BadSteps, ending_of, error_line, report_faults, report_troubles
 from reinforge.loops.view import NoView, ViewLike
-from reinforge.watch.ending import describe_end, write_summary
+from reinforge.watch.ending import TRACEBACK, describe_end, write_summary
 from reinforge.watch.logs import read_lines
 from reinforge.watch.memory_usage import device_peak, process_peak
 from reinforge.watch.recorder import Recorder
@@ -161,6 +162,7 @@ class Run:
 
     def _open_logs(self, offsets: dict[str, int] | None) -> None:
         """`offsets`: where the logs of a resumed run are cut; None for a new run."""
+        (self.dir / TRACEBACK).unlink(missing_ok=True)
         log = self.cfg.run.log
         target = TrackerRun(
             self.dir,
@@ -201,16 +203,29 @@ class Run:
             self.recorder.event("config_changed", step=self.step, changes=changes)
             for key, (old, new) in changes.items():
                 self.view.message(f"{key} was {old!r} and is now {new!r}")
+            self._tell_schedule(changes)
+
+    def _tell_schedule(self, changes: Changes) -> None:
+        """A learning rate that falls to the end of the run falls to another end now."""
+        kind = self.cfg.train.schedule.kind
+        longer = changes.keys() & {"train.steps", "train.epochs"}
+        if longer and kind != "constant" and self.going():
+            self.view.message(
+                f"warning: the learning rate falls over the whole run ({kind}): from step"
+                f" {self.step + 1} on it is that of a run of {self.total} steps, so it jumps. To"
+                " have one curve, begin again in another directory."
+            )
 
     async def begin(self) -> None:
         """Finishes the boundary that the run starts at: the evaluation before the first step, or
         one that was cut.
         """
+        self.phases.take()  # what opening the run took, with its trackers, is no step's
         if self.step > self.total:
             self.view.message(
                 f"this run has done {self.step} steps already, and {self.total} are asked for:"
                 f" nothing to do. To go on, ask for more than {self.step} steps; for a run of"
-                f" {self.total} steps, use another run.dir."
+                f" {self.total} steps, use another directory."
             )
         elif not self.going():
             why = f", {self.stopped}" if self.stopped else ""
@@ -575,6 +590,7 @@ class Run:
         before the trackers are waited for, and once more if one of those failed then.
         """
         values = self._summary(error)
+        self._write_traceback(error)
         failed = len(self.health.trackers)
         problem = self._write_ending(values)
         try:
@@ -635,6 +651,13 @@ class Run:
         if self.uncontained:
             values["uncontained"] = self.uncontained
         return redact(values)
+
+    def _write_traceback(self, error: BaseException | None) -> None:
+        """All of what a run failed with: what is shown of it may be less."""
+        if error is not None and ending_of(error) == "failed":
+            text = "".join(traceback.format_exception(error))
+            with suppress(OSError):
+                (self.dir / TRACEBACK).write_text(redact(text), encoding="utf-8")
 
     def _write_ending(self, values: Mapping[str, Any]) -> Exception | None:
         """summary.json and report.html; what went wrong with them, if something did."""

@@ -57,10 +57,12 @@ def card(
     *,
     averaged: bool = False,
     lineage: Sequence[str] = (),
+    parent: str | None = None,
 ) -> str:
     """README.md of an export.
 
-    `lineage`: the steps up to this one, oldest first, where a pipeline knows them.
+    `lineage`: the steps up to this one, oldest first, where a pipeline knows them. `parent`: what
+    the model was made from, in words, where its path means nothing.
     """
     name = config.algorithm.name
     base = config.model.path
@@ -73,7 +75,9 @@ def card(
     tags = ["reinforge", name, *(["lora", "peft"] if form == "adapter" else [])]
     # a path means nothing there
     on_hub = (
-        [] if lineage or Path(base).expanduser().exists() else [f"base_model: {json.dumps(base)}"]
+        []
+        if lineage or parent or Path(base).expanduser().exists()
+        else [f"base_model: {json.dumps(base)}"]
     )
     front = [
         "---",
@@ -91,7 +95,7 @@ def card(
     )
     parts = [
         *front,
-        f"# {run.resolve().name}: {name} from {base}",
+        f"# {run.resolve().name}: {name} from {parent or base}",
         "",
         f"{'An' if form == 'adapter' else 'A'} {form} trained with reinforge {__version__}.",
         "",
@@ -99,7 +103,7 @@ def card(
         "",
         *(f"{i}. {step}" for i, step in enumerate(lineage, 1)),
         *([""] if lineage else []),
-        f"- parent: `{base}`"
+        f"- parent: {parent or f'`{base}`'}"
         + (f", revision `{config.model.revision}`" if config.model.revision else ""),
         f"- method: {name}{adapter}{cited(name)}",
         f"- data: `{config.data.source}`"

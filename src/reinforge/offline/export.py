@@ -40,11 +40,14 @@ def export(
     gguf: str | None = None,
     push: str | None = None,
     lineage: Sequence[str] = (),
+    parent: str | None = None,
 ) -> Path:
     """Writes model (or adapter, or reward model), tokenizer, chat template, generation config and a
     model card to `out`. `merge` folds the adapter into the weights; where the run kept an average
     of the weights (train.ema), it is exported. `gguf`: a precision (f16, bf16, f32) in which the
     model is also written as a file for llama.cpp. `push` is a hub id to upload the directory to.
+    `lineage` and `parent` are for the card: the steps up to this one, and what it was made from
+    where the path of that means nothing.
     """
     if not is_run(run):
         raise InputError(
@@ -75,6 +78,7 @@ def export(
         checkpoint_of(run, checkpoint).name,
         averaged=config.train.ema is not None,
         lineage=lineage,
+        parent=parent,
     )
     (out / "README.md").write_text(text, encoding="utf-8")
     if push is not None and token is not None:

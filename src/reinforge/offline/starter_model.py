@@ -66,4 +66,4 @@ def make_taught_model(
             ),
             view=view or NoView(),
         )
-        return export(run.run_dir, Path(path))
+        return export(run.run_dir, Path(path), parent="random weights")

@@ -34,6 +34,7 @@ from reinforge.envs import names as env_names
 from reinforge.loops.config_changes import check_changes
 from reinforge.models import constraint_library
 from reinforge.plan.hub import models_of
+from reinforge.plan.tracker_keys import wandb_has_key
 from reinforge.rewards import names as reward_names
 
 KINDS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "qlora": "QLoRA (base in NF4)"}
@@ -110,6 +111,7 @@ def preflight(config: Config) -> PlanReport:
         report.refuse(*absent)
     _check_run_dir(config, report)
     _check_hub(config, report)
+    _check_trackers(config, report)
     held_out = config.data.eval.size or config.data.eval.source
     if config.eval.every and not held_out and not config.eval.benchmarks:
         report.refuse(
@@ -502,6 +504,18 @@ def _check_hub(config: Config, report: PlanReport) -> None:
         hub_token(where)
     except InputError as error:
         report.refuse(where, error.what, error.fix or "")
+
+
+def _check_trackers(config: Config, report: PlanReport) -> None:
+    """A tracker that cannot log in is switched off at the first step, and the run goes on without
+    it: better to know before.
+    """
+    if "wandb" in config.run.log.sinks and not wandb_has_key():
+        report.warn(
+            "run.log.sinks",
+            "Weights & Biases has no key: it would not get this run.",
+            "`wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline to keep it here.",
+        )
 
 
 def _check_run_dir(config: Config, report: PlanReport) -> None:

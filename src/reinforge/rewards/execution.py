@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,25 @@ def with_execution(
             )
         reward.pool = pool_for(cfg, target, kind, fresh=bool(foreign), preload=foreign)
     elif not ours and cfg.in_process is None and target is None and not _awaits(function):
-        reward.notes.append(
-            f"reward {name} cannot be found by another process (a closure, lambda or object, or"
-            " defined in the main script), so it runs in this one: if it hangs it cannot be"
-            " killed, only left behind. Put it into a module to change that."
-        )
+        reward.unfindable = not _interactive()
     return reward
+
+
+def note_unfindable(rewards: Sequence[FunctionReward]) -> str | None:
+    """What to know of rewards that run here because no other process finds them, in one line."""
+    names = [reward.name for reward in rewards if reward.unfindable]
+    if not names:
+        return None
+    return (
+        "rewards that no other process can find (closures, lambdas, objects, functions of the main"
+        f" script) run in this one: {', '.join(names)}. If one hangs it cannot be killed, only left"
+        " behind. Put it into a module to change that."
+    )
+
+
+def _interactive() -> bool:
+    """In a notebook or at a prompt all functions are such, and it need not be said."""
+    return hasattr(sys, "ps1")
 
 
 def pool_for(

@@ -49,6 +49,8 @@ class FunctionReward:
     # seconds for a call that is not in a pool, which has its own; None: for ever
     timeout: float | None = None
     notes: list[str] = field(default_factory=list)  # what the user should know about how it runs
+    # it runs here because no other process can find it, and whoever wrote it could change that
+    unfindable: bool = False
     # (end in the text, reward) of every step
     steps: Callable[[Sequence[Any], Sequence[str]], list[list[tuple[int, float]]]] | None = None
 

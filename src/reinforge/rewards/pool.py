@@ -308,7 +308,10 @@ def _outcome(name: str, reply: dict[str, Any], count: int) -> RewardOutcome:
     if "raised" in reply:
         told = {name: str(reply.get(name, "")) for name in ("trace", "place", "line")}
         kind = type(str(reply["raised"]), (RewardRaised,), told)
-        raise kind(str(reply.get("said")))
+        error = kind(str(reply.get("said")))
+        if told["trace"]:
+            error.add_note(f"In the process of the reward:\n{told['trace']}")
+        raise error
     if "input_error" in reply:
         what, where, fix = reply["input_error"]
         raise InputError(str(what), where=where, fix=fix)

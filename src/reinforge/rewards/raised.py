@@ -9,6 +9,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 
 OURS = str(Path(__file__).resolve().parents[1])
 PYTHONS = sysconfig.get_path("stdlib")
@@ -19,7 +20,7 @@ MOST_OF_A_LINE = 120  # characters
 class RewardRaised(Exception):
     """The reward raised in its worker. The class has the name of what it raised there."""
 
-    trace: str = ""
+    trace: str = ""  # the traceback in the worker
     place: str = ""  # as `place_of` tells it
     line: str = ""  # what stands there
 
@@ -53,6 +54,17 @@ def place_of(error: BaseException) -> tuple[str, str]:
             name = _function(theirs)
             return f"{_short(frame.filename)}:{frame.lineno} in {name}", line[:MOST_OF_A_LINE]
     return "", ""
+
+
+def from_their_code(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the first frame on that is neither ours nor a library's; all of it where
+    there is none.
+    """
+    libraries = next(_libraries())
+    here = trace
+    while here is not None and here.tb_frame.f_code.co_filename.startswith(libraries):
+        here = here.tb_next
+    return here or trace
 
 
 def _function(frames: Sequence[traceback.FrameSummary]) -> str:

@@ -35,8 +35,19 @@ class SweepResult:
 
     dir: Path
     trials: list[TrialRecord]
-    best: TrialRecord
+    best: TrialRecord  # the first of those that came to the best value
     summary: Path
+
+    @property
+    def ties(self) -> list[TrialRecord]:
+        """Other trials that came to the value of the best."""
+        return [
+            record
+            for record in self.trials
+            if record.state == "finished"
+            and record.value == self.best.value
+            and record.number != self.best.number
+        ]
 
 
 def run_sweep(

@@ -19,6 +19,7 @@ from reinforge.watch.troubles import SCORED
 
 SUMMARY = "summary.json"
 REPORT = "report.html"
+TRACEBACK = "traceback.txt"  # of a run that failed
 UNGROUPED = "run"  # the group of metrics whose names have none
 TENTH = 10  # the first and the last tenth of the steps are compared
 LARGEST_PHASES = 3
@@ -127,6 +128,7 @@ def describe_end(run_dir: Path) -> str:
         *(("reached", text) for text in reached(run, steps)),
         ("cost", _cost(steps, summary)),
         ("report", str(run_dir / REPORT) if (run_dir / REPORT).exists() else ""),
+        ("trace", str(run_dir / TRACEBACK) if (run_dir / TRACEBACK).exists() else ""),
         ("metrics", f"{SUMMARY} (by group) and metrics.jsonl (every step), in {run_dir}"),
         *(("next", text) for text in next_steps(run_dir, run)),
     ]
@@ -224,9 +226,9 @@ def _cost(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str
     )
     parts = [f"{duration(total / len(steps))} a step ({shares})"]
     counters = summary.get("counters", {})
-    for name, label in (("tokens_sampled", "tokens sampled"), ("tokens_trained", "trained")):
-        if counters.get(name):
-            parts.append(f"{counters[name]:,} {label}")
+    for what in ("sampled", "trained"):
+        if tokens := counters.get(f"tokens_{what}"):
+            parts.append(f"{tokens:,} tokens {what}")
     if accepted := [line[DRAFTED] for line in steps if DRAFTED in line]:
         parts.append(f"{sum(accepted) / len(accepted):.2f} tokens a step with drafts")
     peak = max((line.get("memory/peak_gib") or 0.0 for line in steps), default=0.0)

@@ -40,11 +40,11 @@ LABEL = re.compile(r"\w* {2,}")  # at the beginning of a line, or the room where
 # metric, short label, format
 SHOWN = (
     ("reward/mean", "reward", "{:.3f}"),
-    ("train/loss", "loss", "{:.4f}"),
+    ("train/loss", "loss", "{:z.4f}"),
     ("rewards/accuracy", "accuracy", "{:.1%}"),
     ("rewards/margin", "margin", "{:.3g}"),
     ("reward/accuracy", "accuracy", "{:.1%}"),
-    ("policy/kl", "kl", "{:.4f}"),
+    ("policy/kl", "kl", "{:z.4f}"),
     ("policy/entropy", "entropy", "{:.3f}"),
     ("response/length", "length", "{:.0f}"),
     ("train/grad_norm", "grad", "{:.3g}"),
@@ -161,7 +161,8 @@ class View:
     """start, then update every step, doing, table and message now and then, stop.
 
     On a terminal it is live; elsewhere (a file, a pipe, CI) it prints one line per step, at most
-    every `plain_seconds`, and always the first, the last and evaluations. `doing` may come before
+    every `plain_seconds`, and always the first, the last, evaluations and those whose samples are
+    shown. `doing` may come before
     start: on a terminal it is there until something else is done, elsewhere it is a line of its own
     until the first step is over.
     """
@@ -186,6 +187,7 @@ class View:
         self._printed: float | None = None
         self._evaluated: dict[str, float] = {}
         self._step: int | None = None
+        self._left_out: str | None = None  # the line of the newest step, if it was not printed
         self._began = clock()
 
     def start(self, total_steps: int, title: str, first_step: int = 0) -> None:
@@ -298,21 +300,27 @@ class View:
         evaluated = bool(found) and (found != self._evaluated or step == self._step)
         self._evaluated = found
         self._step = step
+        news = (
+            metrics
+            if evaluated
+            else {key: value for key, value in metrics.items() if key not in found}
+        )
+        values = "  ".join(f"{label} {value}" for label, value in numbers(news))
+        self._left_out = f"step {step}/{self._total}  {values}  {self._eta(step, now)}".rstrip()
         if (
             self._printed is None
             or evaluated
             or step >= self._total
             or now - self._printed >= self.plain_seconds
         ):
-            self._printed = now
-            news = (
-                metrics
-                if evaluated
-                else {key: value for key, value in metrics.items() if key not in found}
-            )
-            values = "  ".join(f"{label} {value}" for label, value in numbers(news))
-            text = f"step {step}/{self._total}  {values}  {self._eta(step, now)}".rstrip()
-            self._print(Text(text), soft_wrap=True)
+            self._print_step()
+
+    def _print_step(self) -> None:
+        """The line of the newest step, unless it was printed."""
+        if self._left_out is not None:
+            self._printed = self.clock()
+            self._print(Text(self._left_out), soft_wrap=True)
+            self._left_out = None
 
     def _eta(self, step: int, now: float) -> str:
         done = step - self._first
@@ -325,6 +333,7 @@ class View:
         """Prompts, completions and rewards, printed above the live lines."""
         rows = pick(groups, limit)
         if not self.console.is_terminal:
+            self._print_step()  # samples come after the step that they are of
             for group, sample, text in rows:
                 reward = "unscored" if sample.reward is None else f"{sample.reward:.3g}"
                 line = (

@@ -105,23 +105,27 @@ def test_train_hands_on_the_config(
     assert capsys.readouterr().out == "", "the run tells its end itself"
 
 
-def test_somebody_at_a_terminal_sees_a_line_before_anything_is_imported() -> None:
-    """Not measured by the clock: when it is written, not even the configuration's library is
-    loaded.
+def test_who_waits_sees_a_line_before_anything_is_imported() -> None:
+    """In a log too. Not measured by the clock: when it is written, not even the configuration's
+    library is loaded.
     """
     code = """
 import sys
 from reinforge.cli.main import main
-class Terminal:
+class Written:
     said = []
-    def isatty(self): return True
+    terminal = True
+    def isatty(self): return self.terminal
     def write(self, text):
         heavy = {"torch", "transformers", "pydantic", "rich.live"}
         self.said.append((text, sorted(heavy & set(sys.modules))))
     def flush(self): pass
-sys.stderr = Terminal()
+sys.stderr = Written()
 main(["train", "nowhere.yaml"]); main(["runs", "list", "nowhere"]); main(["train", "--help"])
-print([said for said in Terminal.said if said[0].startswith("reinforge")])
+Written.terminal = False
+main(["plan", "nowhere.yaml"]); main(["train", "nowhere.yaml"])
+lines = [said for said in Written.said if said[0].startswith("reinforge")]
+print([text for text, _ in lines], lines[0][1])
 """
     from reinforge.version import __version__
 
@@ -133,9 +137,8 @@ print([said for said in Terminal.said if said[0].startswith("reinforge")])
         text=True,
         timeout=120,
     )
-    assert done.stdout.splitlines()[-1] == str(
-        [(f"reinforge {__version__}: train nowhere.yaml", [])]
-    ), done.stderr
+    said = [f"reinforge {__version__}: {command} nowhere.yaml" for command in ("train", "plan")]
+    assert done.stdout.splitlines()[-1] == f"{said} []", done.stderr
 
 
 def test_train_refuses_before_anything_heavy(

@@ -50,11 +50,28 @@ def test_one_command_trains(model: str, tmp_path: Path) -> None:
     ]
     result = CliRunner().invoke(app, given, catch_exceptions=False)
     assert result.exit_code == 0 and f"reinforge export {out} OUT" in result.output
+    assert result.output.startswith(
+        "training all weights for 4 epochs, 14 rows a step, learning rate 0.01 (cosine), 3 rows"
+        f" held out, in {out}"
+    )
     lines = [line for line in read_lines(out / "metrics.jsonl") if "train/loss" in line]
     assert len(lines) == 17  # 57 rows that are left, 14 at a time, four times
     assert lines[-1]["train/loss"] < 0.7 * lines[0]["train/loss"]
     # one row in twenty
     assert json.loads((out / "config.json").read_text())["data"]["eval"]["size"] == 3
+
+
+def test_another_setting_in_the_same_directory_is_told_by_its_option(
+    model: str, tmp_path: Path
+) -> None:
+    given = ["sft", model, write(tmp_path / "rows.jsonl", ROWS), "--out", str(tmp_path / "run")]
+    few = ["train.steps=1", "model.device=cpu"]
+    CliRunner().invoke(app, [*given, *few, "--lora", "2"], catch_exceptions=False)
+    with pytest.raises(InputError) as caught:
+        CliRunner().invoke(app, [*given, *few, "--lora", "4"], catch_exceptions=False)
+    assert "--lora was 2 and is 4" in str(caught.value)
+    assert "Use another --out for a new run" in str(caught.value)
+    assert "run.dir" not in str(caught.value) and "adapter.rank" not in str(caught.value)
 
 
 def test_settings_by_size_and_adapter(model: str, tmp_path: Path) -> None:

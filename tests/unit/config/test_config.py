@@ -139,6 +139,29 @@ def test_what_is_refused(tmp_path: Path, text: str | bytes, words: list[str]) ->
         assert word in message, message
 
 
+@pytest.mark.parametrize(
+    ("file", "override", "told"),
+    [
+        ("recipe:chainsum", "", "Did you mean recipe:chain_sum? `reinforge recipes` lists all."),
+        ("recipe:gpro", "", "Did you mean recipe:algorithms/grpo? `reinforge recipes` lists all."),
+        ("recipe:grpo", "", "There are: algorithms/dr_grpo, algorithms/grpo"),
+        ("nowhere/chain_sum.yaml", "", "file. Did you mean recipe:chain_sum? Check the path."),
+        ("recipe:chain_sum", "data.format=shargpt", " Did you mean 'sharegpt'?"),
+        ("recipe:chain_sum", "train.backend=fdsp", " Did you mean 'fsdp'?"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_told(file: str, override: str, told: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_config(Path(file), [override] if override else [])
+    assert told in str(caught.value)
+
+
+def test_a_name_that_is_like_none_gets_no_guess() -> None:
+    with pytest.raises(InputError) as caught:
+        load_config(Path("recipe:chain_sum"), ["data.format=xyz"])
+    assert "Did you mean" not in str(caught.value)
+
+
 def test_alias_bomb_and_size(tmp_path: Path) -> None:
     bomb = "a0: &a0 [x, x, x]\n" + "".join(
         f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from reinforge.checkpoint.lock import LOCK
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, Terminated
 from reinforge.loops.rl import RLTrainer
+from reinforge.watch.timing import PhaseTimer
 
 # resume
 
@@ -423,6 +425,24 @@ def test_trackers_get_the_configuration_without_its_secrets(
     )
     launch(make("run", "grpo", "train.steps=1", "data.fixed={url: 'http://me:PW@host'}"))
     assert told[0].config["data"]["fixed"] == {"url": "http://(hidden)@host"}
+
+
+def test_the_start_of_a_tracker_is_no_part_of_a_step(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]  # the clock of the phases: it moves while the trackers are made
+
+    def slow(names: Any, target: Any) -> list[Any]:
+        now[0] += 100.0
+        return []
+
+    monkeypatch.setattr("reinforge.loops.run.make_sinks", slow)
+    clocked = functools.partial(PhaseTimer, lambda: now[0])
+    monkeypatch.setattr("reinforge.loops.run.PhaseTimer", clocked)
+    cfg = make("run", "grpo", "train.steps=1")
+    launch(cfg)
+    [step] = [line for line in lines(cfg, "metrics.jsonl") if "time/step" in line]
+    assert now == [100.0] and step["time/step"] == 0.0
 
 
 # evaluation at boundaries

@@ -21,6 +21,7 @@ from reinforge.models.load import load_model, load_scalar
 from reinforge.models.tiny import make_tiny_model
 from reinforge.offline.card import cited
 from reinforge.offline.export import export
+from reinforge.offline.starter_model import make_taught_model
 from reinforge.plan.preflight import preflight
 
 IDS = torch.tensor([[5, 17, 40, 41, 9, 100]])
@@ -87,7 +88,7 @@ def test_what_else_is_in_an_export(adapter: Path, merged: Path) -> None:
         )
 
 
-def test_the_card(adapter: Path, merged: Path, tiny_dir: str) -> None:
+def test_the_card(adapter: Path, merged: Path, tiny_dir: str, tmp_path: Path) -> None:
     card, other = ((folder / "README.md").read_text() for folder in (merged, adapter))
     for said in (
         "grpo, LoRA of rank 4 (merged) ([arXiv:2402.03300]",
@@ -105,6 +106,9 @@ def test_the_card(adapter: Path, merged: Path, tiny_dir: str) -> None:
         and "PeftModel.from_pretrained(base" in other
         and "An adapter" in other
     )
+    made = make_taught_model(tmp_path / "taught", steps=1) / "README.md"
+    assert "# sft: sft from random weights\n" in made.read_text()
+    assert "- parent: random weights\n" in made.read_text()  # the path of it is gone
     assert cited("sft") == "" and cited("reinforce") == " (Williams 1992)"
 
 

@@ -227,6 +227,45 @@ def test_preflight_on_models_and_run_directories(model: Path, rows: Path, tmp_pa
     )
 
 
+def test_preflight_looks_for_the_key_of_wandb(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where W&B looks: the environment, what `wandb login` and `wandb offline` write."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    tracked = make(model, rows, tmp_path, "run.log.sinks=[wandb]")
+
+    def warnings() -> list[str]:
+        return preflight(tracked).warnings
+
+    [told] = warnings()
+    assert told.startswith("run.log.sinks: Weights & Biases has no key") and "wandb login" in told
+    assert preflight(make(model, rows, tmp_path)).warnings == []
+    for name, value in (("API_KEY", "0" * 40), ("MODE", "offline"), ("MODE", "disabled")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+        assert warnings() == []
+        monkeypatch.delenv(f"WANDB_{name}")
+    login = tmp_path / ".netrc"
+    login.write_text("machine api.wandb.ai\n  login user\n  password 0\n")
+    login.chmod(0o600)
+    assert warnings() == []
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert warnings() == [told]  # a key of another host
+    login.write_text("machine wandb.example.org login user password 0")
+    assert warnings() == []
+    login.write_text("no such thing")
+    assert warnings() == [told]
+    settings_file = tmp_path / "wandb" / "settings"
+    settings_file.parent.mkdir()
+    settings_file.write_text("[default]\nmode = offline\n")
+    assert warnings() == []
+    settings_file.write_text("mode = offline")
+    assert warnings() == [told]
+
+
 def test_preflight_on_a_run_on_the_hub(
     model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

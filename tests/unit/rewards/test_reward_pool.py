@@ -27,6 +27,7 @@ from reinforge.core.env import RolloutContext
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row
 from reinforge.rewards.build import build_rewards
+from reinforge.rewards.execution import note_unfindable
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.outcome import RewardOutcome
 from reinforge.rewards.pool import PoolSpec, RewardPool, pool_of
@@ -251,7 +252,7 @@ def test_columns_arrive_as_they_are() -> None:
 # where a reward runs
 
 
-def test_place_of_each_kind() -> None:
+def test_place_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     functions = {
         "closure": lambda completions: [1.0] * len(completions),
         "obey": hostile_rewards.obey,
@@ -279,11 +280,15 @@ def test_place_of_each_kind() -> None:
         False,
         False,
     ]
-    assert (
-        len(closure.notes) == 1
-        and "cannot be killed" in closure.notes[0]
-        and not any(r.notes for r in (given, awaited, builtin, named, ours))
-    )
+    others = (given, awaited, builtin, named, ours)
+    assert closure.unfindable and not any(r.unfindable for r in others)
+    note = note_unfindable([closure, given, closure])
+    assert note is not None and "run in this one: closure, closure. If one hangs" in note
+    assert note_unfindable(others) is None
+    # as in a notebook, where all functions are such
+    monkeypatch.setattr("sys.ps1", "In : ", raising=False)
+    [shown] = build_rewards([RewardConfig(name="closure")], functions)
+    assert shown.pool is None and not shown.unfindable
     assert run(given.score([Row("r", "p")], ["abc"])) == [3.0] and run(
         awaited.score([Row("r", "p")], ["abc"])
     ) == [0.5]

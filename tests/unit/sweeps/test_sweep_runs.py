@@ -15,6 +15,7 @@ from helpers.cli_runs import write_config
 from helpers.toys import SilentView
 from reinforge.checkpoint.store import digest_run
 from reinforge.cli.main import main
+from reinforge.cli.sweep import best_in_words
 from reinforge.config.load import load_config
 from reinforge.config.schema import Config
 from reinforge.config.sweep import SweepConfig
@@ -155,6 +156,20 @@ def test_what_is_less_may_be_better(plan: Plan) -> None:
     settings: dict[str, Any] = {"over": rates, "sampler": "grid", "direction": "minimize"}
     result = run(plan(**settings), Curve())
     assert result.best.values == {RATE: 1e-2}
+
+
+def test_trials_that_come_to_the_same_are_named_beside_the_best(plan: Plan) -> None:
+    rates = "choice:1e-2,1.5e-3,0.5e-3"  # the last two are as far from 1e-3
+    result = run(plan(over=rates, sampler="grid", pruner={"kind": "none"}), Curve())
+    tied = {record.values[RATE] for record in (result.best, *result.ties)}
+    assert tied == {1.5e-3, 0.5e-3} and len(result.ties) == 1
+    first, other = result.best.number + 1, result.ties[0].number + 1
+    assert first < other
+    told = f"trial {first}, eval/reward 8; trial {other} came to the same"
+    assert best_in_words(result, "eval/reward") == told
+    alone = run(plan("another", over="choice:1e-2,1e-3", sampler="grid"), Curve())
+    assert alone.ties == []
+    assert best_in_words(alone, "eval/reward") == f"trial {alone.best.number + 1}, eval/reward 12"
 
 
 def test_only_the_best_keeps_its_checkpoints(plan: Plan, tmp_path: Path) -> None:

@@ -380,11 +380,17 @@ def test_a_resumed_run_tells_the_time_of_all_starts_and_of_this_one(
     make: Callable[..., Config],
 ) -> None:
     first = SilentView()
-    assert ends(make("run", "grpo", "train.steps=2"), first) is None
+    falling = "train.schedule.kind=cosine"
+    assert ends(make("run", "grpo", "train.steps=2", falling), first) is None
     assert re.match(r"finished  2 of 2 steps in [\d.]+ s\n", first.messages[-1])
     again = SilentView()
-    cfg = make("run", "grpo", "train.steps=3")
+    cfg = make("run", "grpo", "train.steps=3", falling)
     assert ends(cfg, again) is None
+    jump = (
+        "warning: the learning rate falls over the whole run (cosine): from step 3 on it is that of"
+        " a run of 3 steps, so it jumps. To have one curve, begin again in another directory."
+    )
+    assert jump in again.messages and jump not in first.messages
     assert re.match(
         r"finished  3 of 3 steps in [\d.]+ s \(this start: 1 step in [\d.]+ s\)\n",
         again.messages[-1],
@@ -394,10 +400,11 @@ def test_a_resumed_run_tells_the_time_of_all_starts_and_of_this_one(
     assert summary["seconds_all_starts"] > summary["seconds"] > 0
 
     fewer = SilentView()
-    assert ends(make("run", "grpo", "train.steps=1"), fewer) is None
+    assert ends(make("run", "grpo", "train.steps=1", falling), fewer) is None
+    assert not any("learning rate falls" in text for text in fewer.messages)
     said = (
         "this run has done 3 steps already, and 1 are asked for: nothing to do. To go on, ask for"
-        " more than 3 steps; for a run of 1 steps, use another run.dir."
+        " more than 3 steps; for a run of 1 steps, use another directory."
     )
     assert said in fewer.messages
     assert re.match(

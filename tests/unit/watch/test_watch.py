@@ -538,6 +538,21 @@ def test_plain_view_prints_first_last_evaluations_and_every_few_seconds() -> Non
     assert "\x1b" not in out.getvalue() and "\x07" not in out.getvalue()
 
 
+def test_samples_in_a_log_come_after_the_line_of_their_step() -> None:
+    out = io.StringIO()
+    view = View(Console(file=out, width=400), plain_seconds=1000.0)
+    view.start(10, "demo")
+    for step in (1, 2, 3):
+        view.update(step, {"train/loss": -1e-9})
+        if step == 2:
+            view.table([group("a", ["4"], [1.0])])
+    assert [line.partition("  eta")[0] for line in out.getvalue().splitlines()[1:]] == [
+        "step 1/10  loss 0.0000",
+        "step 2/10  loss 0.0000",
+        "  [1] 2+2= -> 4",
+    ]
+
+
 def test_a_resumed_view_does_not_tell_the_evaluation_of_before_as_news() -> None:
     now = [0.0]
     out = io.StringIO()
