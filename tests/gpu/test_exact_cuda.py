@@ -24,6 +24,7 @@ from reinforge.engines.native import NativeEngine
 from reinforge.engines.native.drafts import Speculation
 from reinforge.models import exact_tiles, fused_decode
 from reinforge.models.attention import KVCache, Segments, rotate, starts_of
+from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 from reinforge.models.exact_proof import prove
 from reinforge.models.fused_decode import FusedDecode
@@ -251,7 +252,7 @@ def test_new_keys_are_turned_stored_and_seen(
             turned, _ = rotate_and_store(q, k, v, keys, values, tables, cached, rope)
             new = None
         flat = (part.view(-1, kv_heads, size) for part in (keys, values))
-        out = exact_kernels.attend(turned, *flat, plan, tables, 16, 0.2, 0, 0.0, new, parts)
+        out = exact_kernels.attend(turned, *flat, plan, tables, 16, AttentionRule(0.2), new, parts)
         found.append((out, keys, values))
     for two, one, split in zip(*found, strict=True):
         assert torch.equal(two, one) and torch.equal(two, split)
@@ -278,14 +279,17 @@ def cache_of(rows: Tensor, lengths: list[int], block: int) -> tuple[Tensor, Tens
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"), [(4, 4, 64), (14, 2, 64), (6, 2, 96), (8, 1, 128)]
 )
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 3.0)])
+@pytest.mark.parametrize(
+    "rule",
+    [AttentionRule(0.2), AttentionRule(0.2, window=20), AttentionRule(0.2, softcap=3.0)],
+    ids=str,
+)
 def test_attention(
     dtype: torch.dtype,
     heads: int,
     kv_heads: int,
     size: int,
-    window: int | None,
-    softcap: float | None,
+    rule: AttentionRule,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A pack, a pack whose segments continue others, and decoding from cache blocks, by one program
@@ -302,7 +306,6 @@ def test_attention(
     )
     starts = starts_of(lengths, torch.device(DEVICE))
     positions = exact_tiles.tile_shape(heads // kv_heads, True)[1]
-    options = (0.2, window or 0, softcap or 0.0)
 
     def packed(
         lengths: list[int], key_lengths: list[int], q: Tensor, k: Tensor, v: Tensor
@@ -312,12 +315,12 @@ def test_attention(
             lengths, starts_of(lengths, device), key_lengths, starts_of(key_lengths, device)
         )
         return exact_kernels.attend(
-            q, k, v, exact_tiles.plan_segments(segments, positions), None, 1, *options
+            q, k, v, exact_tiles.plan_segments(segments, positions), None, 1, rule
         )
 
     got = packed(lengths, lengths, q, k, v)
     want = Segments(lengths, starts.cpu(), lengths, starts.cpu()).attend(
-        q.cpu().double(), k.cpu().double(), v.cpu().double(), 0.2, window, softcap
+        q.cpu().double(), k.cpu().double(), v.cpu().double(), rule
     )
     torch.testing.assert_close(
         got.cpu().double(),
@@ -348,7 +351,7 @@ def test_attention(
                 exact_tiles.plan_paged(cached),
                 tables,
                 16,
-                *options,
+                rule,
                 parts=parts,
             )
             assert torch.equal(decoded, got[rows])
@@ -377,14 +380,14 @@ def test_long_contexts_are_shared_among_programs(heads: int, kv_heads: int, size
     segments = Segments(lengths, starts, lengths, starts)
     positions = exact_tiles.tile_shape(heads // kv_heads, True)[1]
     plan = exact_tiles.plan_segments(segments, positions)
-    packed = exact_kernels.attend(q, k, v, plan, None, 1, 0.1, 0, 0.0)
+    packed = exact_kernels.attend(q, k, v, plan, None, 1, AttentionRule(0.1))
     (keys, tables), (values, _) = cache_of(k, lengths, 16), cache_of(v, lengths, 16)
     rows = starts[1:].long() - 1
     cached = torch.tensor(lengths, device=device) - 1
     plan = exact_tiles.plan_paged(cached)
     for parts in (1, 4, 8):
         got = exact_kernels.attend(
-            q[rows], keys, values, plan, tables, 16, 0.1, 0, 0.0, parts=parts
+            q[rows], keys, values, plan, tables, 16, AttentionRule(0.1), parts=parts
         )
         assert torch.equal(got, packed[rows])
 

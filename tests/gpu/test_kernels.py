@@ -17,6 +17,7 @@ import torch
 from helpers import needs
 from reinforge.engines.native.sampler import draw, uniform
 from reinforge.models.attention import KVCache, PagedLayout
+from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.fp8 import E4M3, Fp8Rows
 from reinforge.models.head import LogitRule, gradient, statistics
 
@@ -27,28 +28,31 @@ pytestmark = needs.unless(
     "not installed: pip install 'reinforge[kernels]'",
 )
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+RULES = [AttentionRule(0.2), AttentionRule(0.2, window=20), AttentionRule(0.2, softcap=3.0)]
 
 
 @pytest.mark.parametrize("size", [8, 64, 96, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (14, 2)])
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (0, 3.0)])
-def test_paged_decode(size: int, heads: int, kv_heads: int, window: int, softcap: float) -> None:
-    compare_with_torch(size, heads, kv_heads, window, softcap, [0, 1, 15, 16, 33, 100], 16)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_paged_decode(size: int, heads: int, kv_heads: int, rule: AttentionRule) -> None:
+    compare_with_torch(size, heads, kv_heads, rule, [0, 1, 15, 16, 33, 100], 16)
 
 
 @pytest.mark.parametrize("size", [64, 128, 96])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (14, 2)])
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (70, 3.0)])
+@pytest.mark.parametrize(
+    "rule", [AttentionRule(0.2), AttentionRule(0.2, window=70, softcap=3.0)], ids=str
+)
 def test_blocks_with_room_for_whole_tiles(
-    size: int, heads: int, kv_heads: int, window: int, softcap: float
+    size: int, heads: int, kv_heads: int, rule: AttentionRule
 ) -> None:
-    compare_with_torch(size, heads, kv_heads, window, softcap, [0, 63, 64, 65, 130, 300], 64)
+    compare_with_torch(size, heads, kv_heads, rule, [0, 63, 64, 65, 130, 300], 64)
 
 
 @pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("softcap", [None, 3.0])
 def test_tiles_that_come_by_a_descriptor(
-    block: int, softcap: float, monkeypatch: pytest.MonkeyPatch
+    block: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Narrow heads of many rows; the interpreter is too slow for many."""
     from reinforge.models.kernels import paged_attention
@@ -64,7 +68,9 @@ def test_tiles_that_come_by_a_descriptor(
 
     monkeypatch.setattr(paged_attention, "descriptors", heard)
     monkeypatch.setattr(paged_attention, "MULTIPROCESSORS", 12)
-    compare_with_torch(64, 14, 2, 0, softcap, [0, 63, 64, 65, 130, 300], block)
+    compare_with_torch(
+        64, 14, 2, AttentionRule(0.2, softcap=softcap), [0, 63, 64, 65, 130, 300], block
+    )
     assert None not in made and len(made) == 1
 
 
@@ -72,8 +78,7 @@ def compare_with_torch(
     size: int,
     heads: int,
     kv_heads: int,
-    window: int,
-    softcap: float,
+    rule: AttentionRule,
     lengths: list[int],
     block: int,
 ) -> None:
@@ -97,13 +102,9 @@ def compare_with_torch(
         q.double().cpu(),
         k.double().cpu(),
         v.double().cpu(),
-        0.2,
-        window or None,
-        softcap or None,
+        rule,
     )
-    got = paged_decode(
-        q, k, v, cache.keys[0], cache.values[0], tables, cached, 0.2, window, softcap
-    )
+    got = paged_decode(q, k, v, cache.keys[0], cache.values[0], tables, cached, rule)
     torch.testing.assert_close(got.double().cpu(), want, atol=2e-5, rtol=1e-4)
     # the new key is where it belongs, and nowhere else
     torch.testing.assert_close(cache.keys[0].double().cpu(), wide.keys[0])
@@ -138,7 +139,7 @@ def attended_in_torch(
     turned = None if rope is None else (rope[0].double().cpu(), rope[1].double().cpu())
     q, k, v = (x.double().cpu() for x in (q, k, v))
     layout = PagedLayout(wide, tables.cpu(), cached.cpu())
-    return layout.attend(0, q, k, v, 0.2, None, None, rope=turned), wide
+    return layout.attend(0, q, k, v, AttentionRule(0.2), rope=turned), wide
 
 
 @pytest.mark.parametrize("lengths", [[0, 700, 64, 1030], [5, 2000]])
@@ -165,9 +166,7 @@ def test_long_contexts_are_shared_among_programs(
         cache.values[0],
         tables,
         cached,
-        0.2,
-        0,
-        0.0,
+        AttentionRule(0.2),
         parts=16,
         rope=rope,
     )
@@ -176,8 +175,8 @@ def test_long_contexts_are_shared_among_programs(
 
 
 @pytest.mark.parametrize("size", [24, 64])
-@pytest.mark.parametrize(("parts", "window", "softcap"), [(1, 0, 0.0), (4, 0, 3.0), (1, 20, 0.0)])
-def test_a_cache_in_fp8(size: int, parts: int, window: int, softcap: float) -> None:
+@pytest.mark.parametrize(("parts", "rule"), list(zip((1, 1, 4), RULES, strict=True)), ids=str)
+def test_a_cache_in_fp8(size: int, parts: int, rule: AttentionRule) -> None:
     from reinforge.models.kernels.paged_attention import paged_decode
 
     torch.manual_seed(3)
@@ -204,9 +203,7 @@ def test_a_cache_in_fp8(size: int, parts: int, window: int, softcap: float) -> N
         16,
         [(a.clone().to(DEVICE), b.clone().to(DEVICE)) for a, b in twin.scales],
     )
-    want = PagedLayout(twin, tables, cached).attend(
-        0, q, k, v, 0.2, window or None, softcap or None
-    )
+    want = PagedLayout(twin, tables, cached).attend(0, q, k, v, rule)
     assert here.scales is not None
     got = paged_decode(
         *(x.to(DEVICE) for x in (q, k, v)),
@@ -214,9 +211,7 @@ def test_a_cache_in_fp8(size: int, parts: int, window: int, softcap: float) -> N
         here.values[0],
         tables.to(DEVICE),
         cached.to(DEVICE),
-        0.2,
-        window,
-        softcap,
+        rule,
         parts=parts,
         scales=here.scales[0],
     )

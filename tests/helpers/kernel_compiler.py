@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from reinforge.core.kv_pool import GPU_BLOCK
+from reinforge.models.attention_rule import AttentionRule
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have there
@@ -111,9 +112,7 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
                 cache,
                 tables,
                 cached,
-                0.1,
-                0,
-                0.0,
+                AttentionRule(0.1),
                 parts=parts,
                 rope=(turn, turn),
             )
@@ -125,14 +124,14 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
                 cache.to(torch.float8_e4m3fn),
                 tables,
                 cached,
-                0.1,
-                0,
-                0.0,
+                AttentionRule(0.1),
                 parts=parts,
                 rope=(turn, turn),
                 scales=(torch.zeros(4, kv_heads, GPU_BLOCK),) * 2,
             )
-        paged_attention.paged_decode(q, k, k, cache, cache, tables, cached, 0.1, 64, 30.0)
+        paged_attention.paged_decode(
+            q, k, k, cache, cache, tables, cached, AttentionRule(0.1, window=64, softcap=30.0)
+        )
         done = torch.zeros(rows, dtype=torch.bool)
         draw.advance(cached, cached, cached, cached, cached, done, tables[:, :3].contiguous())
         for logits in (torch.zeros(rows, 151936, dtype=half), torch.zeros(rows, 151936)):
@@ -161,11 +160,11 @@ def compile_exact_kernels(compiler: KernelCompiler) -> None:
         paged_attention.rotate_and_store(q, k, v, cache, cache, tables, cached, (turn, turn))
         plan = exact_tiles.plan_paged(cached)
         keys = cache.view(-1, kv_heads, size)
-        exact.attend(q, keys, keys, plan, tables, GPU_BLOCK, 0.1, 0, 0.0)
+        exact.attend(q, keys, keys, plan, tables, GPU_BLOCK, AttentionRule(0.1))
         new = exact.NewKeys(k, v, turn, turn)
-        exact.attend(q, keys, keys, plan, tables, GPU_BLOCK, 0.1, 0, 0.0, new)
-        exact.attend(q, keys, keys, plan, tables, GPU_BLOCK, 0.1, 0, 0.0, new, parts=8)
-        exact.attend(q, k, v, plan, None, 1, 0.1, 64, 30.0)
+        exact.attend(q, keys, keys, plan, tables, GPU_BLOCK, AttentionRule(0.1), new)
+        exact.attend(q, keys, keys, plan, tables, GPU_BLOCK, AttentionRule(0.1), new, parts=8)
+        exact.attend(q, k, v, plan, None, 1, AttentionRule(0.1, window=64, softcap=30.0))
 
 
 def main() -> None:

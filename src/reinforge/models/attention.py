@@ -26,6 +26,7 @@ from torch import Tensor
 from reinforge.core.arrays import to_device
 from reinforge.core.errors import InputError
 from reinforge.models import fp8
+from reinforge.models.attention_rule import AttentionRule
 
 NAME = "reinforge"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -40,16 +41,7 @@ class AttentionLayout(Protocol):
     it in every layer.
     """
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [N, H, D], k and v [N, K, D] -> [N, H, D]."""
         ...
 
@@ -82,15 +74,17 @@ def _attention(
         _hear(module, attention_mask, sliding_window)
     if sliding_window is None:
         sliding_window = getattr(module, WINDOW, None)
-    scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    rule = AttentionRule(
+        scale=q.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=sliding_window,
+        softcap=softcap,
+    )
     out = layout.attend(
         int(module.layer_idx),
         q[0].transpose(0, 1),
         k[0].transpose(0, 1),
         v[0].transpose(0, 1),
-        scale,
-        sliding_window,
-        softcap,
+        rule,
     )
     return out[None], None
 
@@ -208,28 +202,27 @@ def dense_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
+    rule: AttentionRule,
     *,
     mask: Tensor | None,
     causal: bool,
-    softcap: float | None,
 ) -> Tensor:
     """q [B, H, Lq, D], k and v [B, K, L, D]. softmax(softcap(q·k·scale) + mask)·v with grouped
-    heads; mask True = attend.
+    heads; mask True = attend. The rule's window is the caller's, in the mask.
     """
-    if softcap is None:
+    if rule.softcap is None:
         return F.scaled_dot_product_attention(
             q,
             k,
             v,
             attn_mask=mask,
             is_causal=causal and mask is None,
-            scale=scale,
+            scale=rule.scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
     groups = q.shape[1] // k.shape[1]
-    scores = torch.matmul(q, k.repeat_interleave(groups, 1).transpose(-1, -2)) * scale
-    scores = torch.tanh(scores / softcap) * softcap
+    scores = torch.matmul(q, k.repeat_interleave(groups, 1).transpose(-1, -2)) * rule.scale
+    scores = torch.tanh(scores / rule.softcap) * rule.softcap
     if causal and mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
@@ -289,18 +282,10 @@ class Segments:
     key_starts: Tensor
     _cut: list[_Tile] | None = field(init=False, default=None)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [N, H, D], k and v [sum of key lengths, K, D] -> [N, H, D]."""
-        if softcap is None and v.shape[-1] == q.shape[-1] and self._varlen(q):
-            left = -1 if window is None else window - 1
+        if rule.softcap is None and v.shape[-1] == q.shape[-1] and self._varlen(q):
+            left = -1 if rule.window is None else rule.window - 1
             return varlen_attention(
                 q,
                 k,
@@ -309,12 +294,12 @@ class Segments:
                 self.key_starts,
                 max(self.lengths),
                 max(self.key_lengths),
-                scale,
+                rule.scale,
                 left,
             )
         if self._cut is None:
             self._cut = self._tiles()
-        outs = [_attend_tile(tile, q, k, v, scale, window, softcap) for tile in self._cut]
+        outs = [_attend_tile(tile, q, k, v, rule) for tile in self._cut]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _varlen(self, q: Tensor) -> bool:
@@ -357,15 +342,7 @@ class Segments:
         return tiles
 
 
-def _attend_tile(
-    tile: _Tile,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _attend_tile(tile: _Tile, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
     n_queries, n_keys = tile.lengths
 
     def rows(x: Tensor, span: tuple[int, int], index: Tensor | None, size: int) -> Tensor:
@@ -373,17 +350,15 @@ def _attend_tile(
         return x.reshape(tile.rows, size, x.shape[1], x.shape[2]).transpose(1, 2)
 
     mask = None
-    if tile.before is not None or (window is not None and n_keys > window):
+    if tile.before is not None or (rule.window is not None and n_keys > rule.window):
         at = torch.arange(n_queries, device=q.device)[None, :] + (
             0 if tile.before is None else tile.before[:, None]
         )
         distance = at[:, :, None] - torch.arange(n_keys, device=q.device)
-        mask = ((distance >= 0) & (distance < (window or n_keys + 1)))[:, None]
+        mask = ((distance >= 0) & (distance < (rule.window or n_keys + 1)))[:, None]
     tq = rows(q, tile.queries, tile.query_index, n_queries)
     tk, tv = (rows(x, tile.keys, tile.key_index, n_keys) for x in (k, v))
-    out = dense_attention(tq, tk, tv, scale, mask=mask, causal=True, softcap=softcap).transpose(
-        1, 2
-    )
+    out = dense_attention(tq, tk, tv, rule, mask=mask, causal=True).transpose(1, 2)
     out = out.reshape(tile.rows * n_queries, out.shape[2], out.shape[3])
     return out if tile.real is None else out.index_select(0, tile.real)
 
@@ -425,20 +400,11 @@ class PackedLayout:
             self.lengths, self.starts, key_lengths, starts_of(key_lengths, device)
         )
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         if self.keys is not None:
             k = k.index_select(0, self.keys)
             v = v.index_select(0, self.keys)
-        return self.segments.attend(q, k, v, scale, window, softcap)
+        return self.segments.attend(q, k, v, rule)
 
 
 def starts_of(lengths: list[int], device: torch.device) -> Tensor:
@@ -621,20 +587,11 @@ class PrefillLayout:
                 starts_of(self.key_lengths, self.starts.device),
             )
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         k, v = self.cache.write(layer, self.slots, k, v)
         if self.key_slots is not None:
             k, v = self.cache.read(layer, self.key_slots, k.dtype)
-        return self.segments.attend(q, k, v, scale, window, softcap)
+        return self.segments.attend(q, k, v, rule)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -665,9 +622,7 @@ class PagedLayout:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        rule: AttentionRule,
         *,
         rope: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
@@ -707,9 +662,7 @@ class PagedLayout:
                 self.cache.values[layer],
                 self.tables,
                 self.cached,
-                scale,
-                window or 0,
-                softcap or 0.0,
+                rule,
                 parts=self.parts,
                 rope=rope,
                 scales=None if self.cache.scales is None else self.cache.scales[layer],
@@ -721,11 +674,9 @@ class PagedLayout:
         )
         at = torch.arange(width * size, device=q.device)[None]
         mask = at <= self.cached[:, None]
-        if window is not None:
-            mask &= at > self.cached[:, None] - window
+        if rule.window is not None:
+            mask &= at > self.cached[:, None] - rule.window
         # the G query heads of a key head are G queries of one position
         grouped = q.reshape(rows, k.shape[1], -1, k.shape[2])
-        out = dense_attention(
-            grouped, past_k, past_v, scale, mask=mask[:, None, None], causal=False, softcap=softcap
-        )
+        out = dense_attention(grouped, past_k, past_v, rule, mask=mask[:, None, None], causal=False)
         return out.reshape(rows, -1, k.shape[2])

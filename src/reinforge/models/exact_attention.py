@@ -25,6 +25,7 @@ from reinforge.models.attention import (
     Segments,
     rotate,
 )
+from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.exact_tiles import KEYS, TilePlan, plan_paged, plan_segments, tile_shape
 
 SCORES = 1 << 14  # numbers in the tiles that a CPU works on at once
@@ -37,9 +38,7 @@ def attend(
     plan: TilePlan,
     tables: Tensor | None,
     block: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    rule: AttentionRule,
     parts: int = 1,
 ) -> Tensor:
     """q [N, H, D]; k, v [rows, K, D], or [blocks * block, K, D] with `tables` [T, W] ->
@@ -48,9 +47,7 @@ def attend(
     if q.is_cuda:
         from reinforge.models.kernels import exact as kernels
 
-        return kernels.attend(
-            q, k, v, plan, tables, block, scale, window or 0, softcap or 0.0, parts=parts
-        )
+        return kernels.attend(q, k, v, plan, tables, block, rule, parts=parts)
     groups = q.shape[1] // k.shape[1]
     kv_heads = k.shape[1]
     rows, _ = tile_shape(groups, False)
@@ -69,9 +66,7 @@ def attend(
             plan,
             tables,
             block,
-            scale,
-            window,
-            softcap,
+            rule,
             job // kv_heads,
             job % kv_heads,
             groups,
@@ -89,9 +84,7 @@ def _attend_jobs(
     plan: TilePlan,
     tables: Tensor | None,
     block: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    rule: AttentionRule,
     tile: Tensor,
     head: Tensor,
     groups: int,
@@ -115,7 +108,7 @@ def _attend_jobs(
     top = torch.full((len(tile), rows, 1), -1e30)
     total = torch.zeros(len(tile), rows, 1)
     acc = torch.zeros(len(tile), rows, q.shape[2])
-    begin = 0 if window is None else max(0, int(first.min()) + 1 - window) // KEYS
+    begin = 0 if rule.window is None else max(0, int(first.min()) + 1 - rule.window) // KEYS
     for j in range(begin, int(first.max()) // KEYS + 1):
         t = j * KEYS + torch.arange(KEYS)
         known = torch.minimum(t[None], high[:, None] - 1)  # [J, C]
@@ -123,12 +116,12 @@ def _attend_jobs(
             index = plan.keys.long()[tile, None] + known
         else:
             index = tables[tile[:, None], known // block] * block + known % block
-        x = torch.bmm(x_q, k[index, head[:, None]].float().transpose(1, 2)) * scale
-        if softcap is not None:
-            x = torch.tanh(x / softcap) * softcap
+        x = torch.bmm(x_q, k[index, head[:, None]].float().transpose(1, 2)) * rule.scale
+        if rule.softcap is not None:
+            x = torch.tanh(x / rule.softcap) * rule.softcap
         seen = t <= at[:, :, None]
-        if window is not None:
-            seen = seen & (t > at[:, :, None] - window)
+        if rule.window is not None:
+            seen = seen & (t > at[:, :, None] - rule.window)
         x = torch.where(seen, x, -1e30)
         new_top = torch.maximum(top, x.amax(-1, keepdim=True))
         # exp is slow where it underflows
@@ -146,18 +139,18 @@ class _Attention(torch.autograd.Function):
     """The backward is that of the ordinary attention, computed again."""
 
     @staticmethod
-    def forward(ctx, q, k, v, segments, plan, options):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, v, segments, plan, rule):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(q, k, v)
         ctx.segments = segments
-        ctx.options = options
-        return attend(q, k, v, plan, None, 1, *options)
+        ctx.rule = rule
+        return attend(q, k, v, plan, None, 1, rule)
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[no-untyped-def]
         with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            out = Segments.attend(ctx.segments, *inputs, *ctx.options)
-        return *torch.autograd.grad(out, inputs, g), None, None, None
+            q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+            out = Segments.attend(ctx.segments, q, k, v, ctx.rule)
+        return *torch.autograd.grad(out, (q, k, v), g), None, None, None
 
 
 @dataclass(slots=True)
@@ -168,22 +161,12 @@ class ExactSegments(Segments):
 
     plans: dict[int, TilePlan] = field(default_factory=dict)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         with torch._C.DisableTorchFunction():
             positions = tile_shape(q.shape[1] // k.shape[1], q.is_cuda)[1]
             if positions not in self.plans:
                 self.plans[positions] = plan_segments(self, positions)
-            out: Tensor = _Attention.apply(
-                q, k, v, self, self.plans[positions], (scale, window, softcap)
-            )
+            out: Tensor = _Attention.apply(q, k, v, self, self.plans[positions], rule)
             return out
 
 
@@ -207,9 +190,7 @@ class ExactPaged:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        rule: AttentionRule,
         *,
         rope: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
@@ -217,7 +198,7 @@ class ExactPaged:
         with torch._C.DisableTorchFunction():
             cache = self.paged.cache
             if rope is not None and q.is_cuda and not self.paged.shared:
-                return self._attend_new(layer, q, k, v, (scale, window, softcap), rope)
+                return self._attend_new(layer, q, k, v, rule, rope)
             q = self._store(layer, q, k, v, rope)
             keys, values = (x[layer].view(-1, *k.shape[1:]) for x in (cache.keys, cache.values))
             return attend(
@@ -227,9 +208,7 @@ class ExactPaged:
                 self.plan,
                 self.paged.tables,
                 cache.block_size,
-                scale,
-                window,
-                softcap,
+                rule,
                 self.paged.parts,
             )
 
@@ -239,7 +218,7 @@ class ExactPaged:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        options: tuple[float, int | None, float | None],
+        rule: AttentionRule,
         rope: tuple[Tensor, Tensor],
     ) -> Tensor:
         """One kernel: no row needs the keys of another one."""
@@ -247,7 +226,6 @@ class ExactPaged:
 
         cache = self.paged.cache
         keys, values = (x[layer].view(-1, *k.shape[1:]) for x in (cache.keys, cache.values))
-        scale, window, softcap = options
         return kernels.attend(
             q,
             keys,
@@ -255,9 +233,7 @@ class ExactPaged:
             self.plan,
             self.paged.tables,
             cache.block_size,
-            scale,
-            window or 0,
-            softcap or 0.0,
+            rule,
             kernels.NewKeys(k, v, *rope),
             self.paged.parts,
         )
@@ -299,18 +275,9 @@ class _UnknownLayout:
 
     ordinary: AttentionLayout
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         with torch._C.DisableTorchFunction():
-            return self.ordinary.attend(layer, q, k, v, scale, window, softcap)
+            return self.ordinary.attend(layer, q, k, v, rule)
 
 
 def layout(ordinary: AttentionLayout) -> AttentionLayout:

@@ -13,6 +13,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.kv_pool import block_tokens
 from reinforge.models import exact_attention
 from reinforge.models.attention import KVCache, PackedLayout, PagedLayout, starts_of
+from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 
 # tokens; a long one crosses a tile of keys, and its last ones are decoded
@@ -28,18 +29,9 @@ class _KeyRecorder:
     packed: PackedLayout
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         self.kept[layer] = k.contiguous(), v.contiguous()
-        return exact_attention.layout(self.packed).attend(layer, q, k, v, scale, window, softcap)
+        return exact_attention.layout(self.packed).attend(layer, q, k, v, rule)
 
 
 @torch.no_grad()

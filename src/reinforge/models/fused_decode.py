@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from reinforge.core.kv_pool import block_tokens
 from reinforge.models import decode_ops, exact_ops, fp8_layers
 from reinforge.models.attention import KVCache, PagedLayout
+from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 from reinforge.models.decode_ops import DecodeOps, Projection
 from reinforge.models.exact import RowWiseMode
@@ -102,9 +103,7 @@ class FusedLayer:
     head_size: int
     ops: DecodeOps
     # as the layer itself was heard to say
-    scale: float = 1.0
-    window: int | None = None
-    softcap: float | None = None
+    rule: AttentionRule = field(default_factory=AttentionRule)
 
     @classmethod
     def of(cls, layer: Any, *, exact: bool = False) -> FusedLayer:
@@ -151,9 +150,7 @@ class FusedLayer:
                 ops.head_norm(part, norm.weight, norm.eps)
                 for part, norm in zip((q, k), self.head_norms, strict=True)
             )
-        attended = layout.attend(
-            self.index, q, k, v, self.scale, self.window, self.softcap, rope=rope
-        ).reshape(len(x), -1)
+        attended = layout.attend(self.index, q, k, v, self.rule, rope=rope).reshape(len(x), -1)
         delta = ops.add_product(x, attended, self.out)
         normed, rows = _normed(ops, x, delta, self.second_norm, self.gate_up)
         return ops.add_product(x, ops.gated_product(normed, self.gate_up, rows), self.down)
@@ -289,20 +286,11 @@ class _Listener:
     """A layout that writes down what a layer asks its attention for."""
 
     paged: PagedLayout | ExactPaged
-    asked: tuple[float, int | None, float | None] | None = None
+    asked: AttentionRule | None = None
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        self.asked = (scale, window, softcap)
-        return self.paged.attend(0, q, k, v, scale, window, softcap)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        self.asked = rule
+        return self.paged.attend(0, q, k, v, rule)
 
 
 @torch.no_grad()
@@ -343,7 +331,7 @@ def _proven(own: Any, layer: FusedLayer, rotary: Any, exact: bool) -> bool:
         if listener.asked is None:
             return False
         for one in (layer, fused):
-            one.scale, one.window, one.softcap = listener.asked
+            one.rule = listener.asked
         x = before.clone()
         rope = _rope(rotary, before, torch.arange(max(TRIAL) + 1, device=device))
         delta = fused.forward(x, None, rope, _layout(second, exact))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from reinforge.models.attention import AttentionLayout
+from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 from reinforge.models.head import LogitRule
 
@@ -28,17 +29,8 @@ class _SecondModelLayout:
     layout: AttentionLayout
     layers: int
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        return self.layout.attend(layer + self.layers, q, k, v, scale, window, softcap)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        return self.layout.attend(layer + self.layers, q, k, v, rule)
 
 
 class ModelMixture(CausalModel):

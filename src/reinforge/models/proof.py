@@ -36,6 +36,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
 from reinforge.models import attention
 from reinforge.models.attention import AttentionLayout, PackedLayout, starts_of
+from reinforge.models.attention_rule import AttentionRule
 
 if TYPE_CHECKING:
     from reinforge.models.packed import PackedModel
@@ -76,18 +77,9 @@ class _LayerCounter:
     packed: PackedLayout
     calls: list[int] = field(default_factory=list)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         self.calls.append(layer)
-        return self.packed.attend(layer, q, k, v, scale, window, softcap)
+        return self.packed.attend(layer, q, k, v, rule)
 
 
 def prove_layers(model: PackedModel, where: str) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from reinforge.core.errors import InputError
 from reinforge.models.attention import AttentionLayout
+from reinforge.models.attention_rule import AttentionRule
 
 
 class SequenceSlices:
@@ -134,16 +135,7 @@ class Ulysses:
     slices: SequenceSlices
     tokens: int  # N
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [n, H, D], k and v [n, K, D] -> [n, H, D]."""
         ranks = self.slices.size
         heads = q.shape[1]
@@ -152,7 +144,7 @@ class Ulysses:
         copies = math.lcm(k.shape[1], ranks) // k.shape[1]
         k, v = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))
         q, k, v = self._all_tokens(q, k, v)
-        return self._all_heads(self.whole.attend(layer, q, k, v, scale, window, softcap))
+        return self._all_heads(self.whole.attend(layer, q, k, v, rule))
 
     def _all_tokens(self, *parts: Tensor) -> list[Tensor]:
         """[n, H, D] each -> [N, H / k, D] each, in one exchange."""

@@ -19,24 +19,23 @@ from reinforge.models.attention import (
     tile_runs,
     varlen_attention,
 )
+from reinforge.models.attention_rule import AttentionRule
 
 H = 4
 K = 2
 D = 8
 
 
-def plain(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
     """One sequence in float64, token by token and head by head."""
     out = torch.zeros_like(q, dtype=torch.float64)
     for t in range(q.shape[0]):
-        first = 0 if window is None else max(0, t - window + 1)
+        first = 0 if rule.window is None else max(0, t - rule.window + 1)
         for h in range(q.shape[1]):
             shared = h // (q.shape[1] // k.shape[1])
-            scores = (k[first : t + 1, shared].double() @ q[t, h].double()) * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
+            scores = (k[first : t + 1, shared].double() @ q[t, h].double()) * rule.scale
+            if rule.softcap is not None:
+                scores = rule.softcap * torch.tanh(scores / rule.softcap)
             out[t, h] = scores.softmax(-1) @ v[first : t + 1, shared].double()
     return out
 
@@ -50,52 +49,48 @@ def starts_of(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-RULES = [(None, None), (3, None), (None, 1.5), (3, 1.5)]
+RULES = [
+    AttentionRule(0.3),
+    AttentionRule(0.3, window=3),
+    AttentionRule(0.3, softcap=1.5),
+    AttentionRule(0.3, window=3, softcap=1.5),
+]
 
 
-@pytest.mark.parametrize(("window", "softcap"), RULES)
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize(
     "lengths", [[7], [5, 5, 5], [9, 8, 8, 1], [1, 30, 2], [4, 17, 16, 16, 3]], ids=str
 )
-def test_packed_is_each_sequence_alone(
-    lengths: list[int], window: int | None, softcap: float | None
-) -> None:
+def test_packed_is_each_sequence_alone(lengths: list[int], rule: AttentionRule) -> None:
     q, k, v = qkv(sum(lengths))
-    ours = PackedLayout(lengths, starts_of(lengths)).attend(0, q, k, v, 0.3, window, softcap)
-    alone = [
-        plain(*(x.split(lengths)[i] for x in (q, k, v)), 0.3, window, softcap)
-        for i in range(len(lengths))
-    ]
+    ours = PackedLayout(lengths, starts_of(lengths)).attend(0, q, k, v, rule)
+    alone = [plain(*(x.split(lengths)[i] for x in (q, k, v)), rule) for i in range(len(lengths))]
     torch.testing.assert_close(ours.double(), torch.cat(alone), atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("window", "softcap"), RULES)
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize(
     ("lengths", "prefix"),
     [([6, 4, 4, 7], [-1, 0, 0, -1]), ([3, 5, 9, 2, 8, 1], [-1, -1, 1, 0, 1, 0])],
     ids=str,
 )
 def test_a_segment_that_continues_another_is_their_tokens_in_one_sequence(
-    lengths: list[int], prefix: list[int], window: int | None, softcap: float | None
+    lengths: list[int], prefix: list[int], rule: AttentionRule
 ) -> None:
     q, k, v = qkv(sum(lengths))
-    ours = (
-        PackedLayout(lengths, starts_of(lengths), prefix)
-        .attend(0, q, k, v, 0.3, window, softcap)
-        .split(lengths)
-    )
+    ours = PackedLayout(lengths, starts_of(lengths), prefix).attend(0, q, k, v, rule).split(lengths)
     parts = list(zip(*(x.split(lengths) for x in (q, k, v)), strict=True))
     for i, before in enumerate(prefix):
         whole = [
             torch.cat([parts[before][j], parts[i][j]]) if before >= 0 else parts[i][j]
             for j in range(3)
         ]
-        want = plain(*whole, 0.3, window, softcap)[-lengths[i] :]
+        want = plain(*whole, rule)[-lengths[i] :]
         torch.testing.assert_close(ours[i].double(), want, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("window", "softcap"), RULES)
-def test_paged_decode_is_the_last_row_of_packed(window: int | None, softcap: float | None) -> None:
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_paged_decode_is_the_last_row_of_packed(rule: AttentionRule) -> None:
     """Prompts are prefilled into scattered blocks of a cache full of rubbish; then one
     token each.
     """
@@ -115,13 +110,11 @@ def test_paged_decode_is_the_last_row_of_packed(window: int | None, softcap: flo
             for i, n in enumerate(lengths)
         ]
     )
-    PrefillLayout(lengths, starts_of(lengths), cache, slots).attend(
-        0, *prompt, 0.3, window, softcap
-    )
+    PrefillLayout(lengths, starts_of(lengths), cache, slots).attend(0, *prompt, rule)
     past = torch.tensor(lengths)
-    ours = PagedLayout(cache, tables, past).attend(0, *newest, 0.3, window, softcap)
+    ours = PagedLayout(cache, tables, past).attend(0, *newest, rule)
     for i, n in enumerate(lengths):
-        want = plain(*(x[i] for x in whole), 0.3, window, softcap)[n]
+        want = plain(*(x[i] for x in whole), rule)[n]
         torch.testing.assert_close(ours[i].double(), want, atol=2e-6, rtol=1e-5)
 
 
@@ -136,7 +129,7 @@ def test_tiles_cover_and_waste_little(lengths: list[int]) -> None:
 def test_gradient_stays_inside_a_sequence() -> None:
     lengths = [6, 5, 9]
     q, k, v = (x.requires_grad_() for x in qkv(20))
-    PackedLayout(lengths, starts_of(lengths)).attend(0, q, k, v, 0.3, None, None)[
+    PackedLayout(lengths, starts_of(lengths)).attend(0, q, k, v, AttentionRule(0.3))[
         6:11
     ].sum().backward()
     for x in (q, k, v):

@@ -36,6 +36,7 @@ from reinforge.models import (
     exact_tiles,
 )
 from reinforge.models.attention import Segments, starts_of
+from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 from reinforge.models.exact import RowWiseMode
 from reinforge.models.head import LogitRule, exact_statistics, statistics, token_logprobs
@@ -273,14 +274,17 @@ def test_statistics(threads: int, rule: LogitRule) -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"), [(4, 4, 64), (14, 2, 16), (6, 2, 96), (20, 1, 8)]
 )
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (70, 3.0)])
+@pytest.mark.parametrize(
+    "rule",
+    [AttentionRule(0.2), AttentionRule(0.2, window=20), AttentionRule(0.2, window=70, softcap=3.0)],
+    ids=str,
+)
 def test_attention(
     dtype: torch.dtype,
     heads: int,
     kv_heads: int,
     size: int,
-    window: int | None,
-    softcap: float | None,
+    rule: AttentionRule,
 ) -> None:
     """In a pack, alone, continuing a cached prefix, and decoded from blocks."""
     torch.manual_seed(0)
@@ -292,11 +296,11 @@ def test_attention(
         segments = exact_attention.ExactSegments(
             queries, starts_of(queries, CPU), keys, starts_of(keys, CPU)
         )
-        return segments.attend(q, k, v, 0.2, window, softcap)
+        return segments.attend(q, k, v, rule)
 
     got = packed(lengths, lengths, q, k, v)
     want = Segments(lengths, starts, lengths, starts).attend(
-        q.double(), k.double(), v.double(), 0.2, window, softcap
+        q.double(), k.double(), v.double(), rule
     )
     torch.testing.assert_close(
         got.double(),
@@ -329,9 +333,7 @@ def test_attention(
             exact_tiles.plan_paged(cached),
             tables,
             block,
-            0.2,
-            window,
-            softcap,
+            rule,
         )
         assert torch.equal(decoded, got[rows])
 

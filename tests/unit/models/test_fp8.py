@@ -15,6 +15,7 @@ from reinforge.core.errors import InputError
 from reinforge.models import fp8, fp8_layers, fused_decode
 from reinforge.models.adapters import add_adapter
 from reinforge.models.attention import KVCache, PagedLayout, PrefillLayout
+from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 from reinforge.models.fp8 import Fp8Rows
 from reinforge.models.fp8_layers import Fp8Layers
@@ -271,7 +272,7 @@ def test_attention_sees_what_the_cache_holds() -> None:
     """A prompt in one piece, in two pieces, and with its last token decoded: the same answer."""
     n = 21
     q, k, v = (normal(n, heads, 16, seed=i) * 2 for i, heads in enumerate((4, 2, 2)))
-    asked = (0.25, None, None)
+    asked = AttentionRule(0.25)
     slots = torch.arange(n)
 
     def fresh() -> KVCache:
@@ -282,7 +283,7 @@ def test_attention_sees_what_the_cache_holds() -> None:
         before = (slots[:last], [last]) if first else (None, None)
         layout = PrefillLayout([last - first], starts, cache, slots[first:last], *before)
         part = slice(first, last)
-        return layout.attend(0, q[part], k[part], v[part], *asked)
+        return layout.attend(0, q[part], k[part], v[part], asked)
 
     whole = piece(fresh(), 0, n)
     cache = fresh()
@@ -291,5 +292,5 @@ def test_attention_sees_what_the_cache_holds() -> None:
     cache = fresh()
     piece(cache, 0, n - 1)
     layout = PagedLayout(cache, torch.tensor([[0, 1]]), torch.tensor([n - 1]))
-    last = layout.attend(0, q[-1:], k[-1:], v[-1:], *asked)
+    last = layout.attend(0, q[-1:], k[-1:], v[-1:], asked)
     torch.testing.assert_close(last, whole[-1:], atol=1e-5, rtol=1e-5)

@@ -28,6 +28,7 @@ from reinforge.backends.megatron.library import build_layer, configuration, conn
 from reinforge.config.megatron import uncut, unknown_in
 from reinforge.core.errors import InputError
 from reinforge.models.attention import AttentionLayout, PackedLayout
+from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
 
@@ -73,13 +74,11 @@ class PackedCoreAttention(nn.Module):
         super().__init__()
         self.now = now
         self.layer = layer_number - 1
-        self.scale = config.kv_channels**-0.5
+        self.rule = AttentionRule(scale=config.kv_channels**-0.5)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
         """q [N, 1, H, D], k and v [N, 1, K, D] -> [N, 1, H·D]."""
-        out: Tensor = self.now.layout.attend(
-            self.layer, q[:, 0], k[:, 0], v[:, 0], self.scale, None, None
-        )
+        out: Tensor = self.now.layout.attend(self.layer, q[:, 0], k[:, 0], v[:, 0], self.rule)
         return out.flatten(1)[:, None]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from reinforge.core.errors import InputError
 from reinforge.models.attention import PackedLayout
+from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 from reinforge.models.proof import refusing
 
@@ -24,16 +25,7 @@ class _ShapeProbe:
     packed: PackedLayout
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         if k.shape != v.shape:
             raise InputError(
                 f"the native engine cannot generate with this model: keys of layer {layer} have"
@@ -50,7 +42,7 @@ class _ShapeProbe:
                 fix=OTHER_ENGINE,
             )
         self.shapes[layer] = (k.shape[1], k.shape[2])
-        return self.packed.attend(layer, q, k, v, scale, window, softcap)
+        return self.packed.attend(layer, q, k, v, rule)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from reinforge.models import exact_tiles
+from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.kernels.common import capped, early, lines, page_of
 from reinforge.models.kernels.paged_attention import NOTHING, room_for_parts, turned
 
@@ -378,15 +379,13 @@ def attend(
     plan: exact_tiles.TilePlan,
     tables: Tensor | None,
     block: int,
-    scale: float,
-    window: int,
-    softcap: float,
+    rule: AttentionRule,
     new: NewKeys | None = None,
     parts: int = 1,
 ) -> Tensor:
-    """Twin of `exact_attention.attend`; window and softcap 0 = none. In a decode step: `new` is
-    what is to be turned and written to the cache first, and chunks of keys have programs of their
-    own where there are several `parts`, at least as many as any sequence has chunks.
+    """Twin of `exact_attention.attend`. In a decode step: `new` is what is to be turned and written
+    to the cache first, and chunks of keys have programs of their own where there are several
+    `parts`, at least as many as any sequence has chunks.
 
     No fused multiply-adds: whether the compiler may fuse must not depend on the code around an
     operation, which differs between the two ways of finding keys.
@@ -396,7 +395,7 @@ def attend(
     one = plan.positions == 1 and tables is not None
     if one and q.shape[2] <= NARROW and few_rows_agree(groups, q):
         rows = few_rows(groups)
-    return _launch(q, k, v, plan, tables, block, (scale, window, softcap), rows, new, parts)
+    return _launch(q, k, v, plan, tables, block, rule, rows, new, parts)
 
 
 def _launch(
@@ -406,13 +405,14 @@ def _launch(
     plan: exact_tiles.TilePlan,
     tables: Tensor | None,
     block: int,
-    options: tuple[float, int, float],
+    rule: AttentionRule,
     rows: int,
     new: NewKeys | None = None,
     parts: int = 1,
 ) -> Tensor:
     """`attend` with tiles of so many rows."""
-    scale, window, softcap = options
+    window = rule.window or 0
+    softcap = rule.softcap or 0.0
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     heads = q.shape[1]
     size = q.shape[2]
@@ -446,7 +446,7 @@ def _launch(
         plan.low,
         plan.high,
         plan.keys,
-        scale,
+        rule.scale,
         softcap,
         window,
         plan.positions,
@@ -519,7 +519,8 @@ def few_rows_agree(groups: int, q: Tensor) -> bool:
         with torch._C.DisableTorchFunction():
             large = exact_tiles.tile_shape(groups, True)[0]
             given = _examples(groups, size, q.dtype, q.device)
-            found = [_launch(*given, (size**-0.5, 0, 0.0), n) for n in (large, few_rows(groups))]
+            rule = AttentionRule(size**-0.5)
+            found = [_launch(*given, rule, n) for n in (large, few_rows(groups))]
             _seen[key] = torch.equal(*found)
     return _seen.get(key, False)
 

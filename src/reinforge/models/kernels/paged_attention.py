@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.kernels.common import HAS_TMA, MULTIPROCESSORS, capped, early, lines, page_of
 from reinforge.models.kernels.fp8 import quantised
 
@@ -382,19 +383,19 @@ def paged_decode(
     values: Tensor,
     tables: Tensor,
     cached: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
+    rule: AttentionRule,
     *,
     parts: int = 1,
     rope: tuple[Tensor, Tensor] | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """q [B, H, D] and new k, v [B, K, D] against the cache [blocks, BLOCK, K, D]; writes k and v
-    there. window/softcap 0 = none. `parts` programs share the keys of a sequence. `rope`: cos and
-    sin [positions, D] by which q and k are turned first. `scales` [blocks, K, BLOCK] of keys and
-    values: the cache is FP8.
+    there. `parts` programs share the keys of a sequence. `rope`: cos and sin [positions, D] by
+    which q and k are turned first. `scales` [blocks, K, BLOCK] of keys and values: the cache is
+    FP8.
     """
+    window = rule.window or 0
+    softcap = rule.softcap or 0.0
     rows, heads, size = q.shape
     kv_heads = keys.shape[2]
     per_key = heads // kv_heads
@@ -425,7 +426,7 @@ def paged_decode(
         tables,
         cached,
         *found,
-        scale,
+        rule.scale,
         softcap,
         window,
         q.stride(0),
