@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,6 +11,7 @@ import typer
 
 from reinforge.api import make_data
 from reinforge.cli.arguments import Temperature, TopP, read_text
+from reinforge.cli.option_groups import grouped
 from reinforge.cli.progress import progress_bar
 from reinforge.cli.server_options import (
     KEY,
@@ -111,27 +113,59 @@ REASONS = {  # why something was left out
 }
 
 
+@dataclass(frozen=True)
+class AskingOptions:
+    """How a teacher is asked. The commands get one from `grouped`."""
+
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    max_new_tokens: Longest = 1024
+    seed: Seed = 0
+    adapter: Adapter = None
+    model_name: ModelName = None
+    api_key_env: ApiKeyEnv = KEY
+    parallel: Parallel = 16
+    rate: Rate = None
+
+    def settings(self) -> dict[str, Any]:
+        """As `make_data` takes them."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        key = os.environ.get(given.pop("api_key_env")) or None
+        return {**given, "api_key": key}
+
+
+@dataclass(frozen=True)
+class ScoringOptions:
+    """Who says which answers are good. The commands get one from `grouped`."""
+
+    reward: Rewards = None
+    judge: JudgeAddress = None
+    judge_model: JudgeModel = None
+    judge_mode: JudgeMode = "score"
+    judge_prompt: JudgePrompt = None
+
+    def settings(self) -> dict[str, Any]:
+        """As `make_data` takes them."""
+        return {
+            "rewards": _rewards(self.reward),
+            "judge": self.judge,
+            "judge_model": self.judge_model,
+            "judge_mode": self.judge_mode,
+            "judge_prompt": _text(self.judge_prompt, "--judge-prompt"),
+        }
+
+
 @app.command()
+@grouped
 def answers(
     source: Prompts,
     teacher: Teacher,
     out: Out,
     overrides: Settings = None,
     n: Samples = 1,
-    temperature: Temperature = 1.0,
-    top_p: TopP = 1.0,
-    max_new_tokens: Longest = 1024,
-    seed: Seed = 0,
-    adapter: Adapter = None,
-    model_name: ModelName = None,
-    api_key_env: ApiKeyEnv = KEY,
-    parallel: Parallel = 16,
-    rate: Rate = None,
-    reward: Rewards = None,
-    judge: JudgeAddress = None,
-    judge_model: JudgeModel = None,
-    judge_mode: JudgeMode = "score",
-    judge_prompt: JudgePrompt = None,
+    *,
+    asking: AskingOptions,
+    scoring: ScoringOptions,
     at_least: Annotated[
         float | None,
         typer.Option(metavar="N", rich_help_panel=CHOICE, help="Keep answers with this score."),
@@ -167,20 +201,8 @@ def answers(
             out,
             teacher=teacher,
             n=n,
-            temperature=temperature,
-            top_p=top_p,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            adapter=adapter,
-            model_name=model_name,
-            api_key=os.environ.get(api_key_env) or None,
-            parallel=parallel,
-            rate=rate,
-            rewards=_rewards(reward),
-            judge=judge,
-            judge_model=judge_model,
-            judge_mode=judge_mode,
-            judge_prompt=_text(judge_prompt, "--judge-prompt"),
+            **asking.settings(),
+            **scoring.settings(),
             at_least=at_least,
             best=best,
             keep_cut=keep_cut,
@@ -191,6 +213,7 @@ def answers(
 
 
 @app.command()
+@grouped
 def questions(
     source: Documents,
     teacher: Teacher,
@@ -231,15 +254,8 @@ def questions(
             help="Do not hold the teacher to JSON: for servers that cannot.",
         ),
     ] = False,
-    temperature: Temperature = 1.0,
-    top_p: TopP = 1.0,
-    max_new_tokens: Longest = 1024,
-    seed: Seed = 0,
-    adapter: Adapter = None,
-    model_name: ModelName = None,
-    api_key_env: ApiKeyEnv = KEY,
-    parallel: Parallel = 16,
-    rate: Rate = None,
+    *,
+    asking: AskingOptions,
 ) -> None:
     """Have a teacher ask and answer questions about documents, as rows for SFT.
 
@@ -265,15 +281,7 @@ def questions(
             overlap=overlap,
             template=_text(template, "--template"),
             structured=not free_form,
-            temperature=temperature,
-            top_p=top_p,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            adapter=adapter,
-            model_name=model_name,
-            api_key=os.environ.get(api_key_env) or None,
-            parallel=parallel,
-            rate=rate,
+            **asking.settings(),
             overrides=overrides or [],
             progress=progress,
         )
@@ -281,26 +289,16 @@ def questions(
 
 
 @app.command()
+@grouped
 def pairs(
     source: Prompts,
     teacher: Teacher,
     out: Out,
     overrides: Settings = None,
     n: Samples = 4,
-    temperature: Temperature = 1.0,
-    top_p: TopP = 1.0,
-    max_new_tokens: Longest = 1024,
-    seed: Seed = 0,
-    adapter: Adapter = None,
-    model_name: ModelName = None,
-    api_key_env: ApiKeyEnv = KEY,
-    parallel: Parallel = 16,
-    rate: Rate = None,
-    reward: Rewards = None,
-    judge: JudgeAddress = None,
-    judge_model: JudgeModel = None,
-    judge_mode: JudgeMode = "score",
-    judge_prompt: JudgePrompt = None,
+    *,
+    asking: AskingOptions,
+    scoring: ScoringOptions,
     rule: Annotated[
         Literal["best-worst", "all"],
         typer.Option(
@@ -339,20 +337,8 @@ def pairs(
             out,
             teacher=teacher,
             n=n,
-            temperature=temperature,
-            top_p=top_p,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            adapter=adapter,
-            model_name=model_name,
-            api_key=os.environ.get(api_key_env) or None,
-            parallel=parallel,
-            rate=rate,
-            rewards=_rewards(reward),
-            judge=judge,
-            judge_model=judge_model,
-            judge_mode=judge_mode,
-            judge_prompt=_text(judge_prompt, "--judge-prompt"),
+            **asking.settings(),
+            **scoring.settings(),
             pairs=rule,
             margin=margin,
             keep_cut=keep_cut,
