@@ -2,6 +2,7 @@
 
     python tools/mutants.py                  every change of tools/mutants.toml
     python tools/mutants.py --only rollout   those whose file, name or tests contain the word
+    python tools/mutants.py --since HEAD~9   those that the list of that commit does not have
     python tools/mutants.py --jobs 2 --json out.json
 
 Each change is made in a copy of the tree, so that a stopped run leaves nothing behind. A change
@@ -64,6 +65,15 @@ def read_list(path: Path = LIST) -> list[Mutant]:
     if twice:
         raise SystemExit(f"{path.name}: these names stand twice: {', '.join(twice)}")
     return mutants
+
+
+def names_at(commit: str) -> set[str]:
+    """The names of the changes that a commit's list had."""
+    command = ["git", "show", f"{commit}:{LIST.relative_to(ROOT).as_posix()}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(done.stderr.strip())
+    return {entry["name"] for entry in tomllib.loads(done.stdout)["mutant"]}
 
 
 def problem_of(mutant: Mutant, root: Path = ROOT) -> str | None:
@@ -140,13 +150,19 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="a word of the name, the file or the tests")
+    parser.add_argument("--since", metavar="COMMIT", help="those that are newer than this commit")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument(
         "--no-baseline", action="store_true", help="do not run the tests without a change first"
     )
     options = parser.parse_args()
-    mutants = [m for m in read_list() if options.only in f"{m.name} {m.file} {' '.join(m.tests)}"]
+    known = names_at(options.since) if options.since else set()
+    mutants = [
+        m
+        for m in read_list()
+        if options.only in f"{m.name} {m.file} {' '.join(m.tests)}" and m.name not in known
+    ]
 
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees: Queue[Path] = Queue()
