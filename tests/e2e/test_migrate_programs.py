@@ -260,19 +260,21 @@ def test_the_loss_falls(name: str, fall: float, model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "components"),
+    ("name", "rise", "components"),
     [
-        ("trl_two_rewards.py", ["math_reward", "code_reward"]),
-        ("trl_tools.py", ["right"]),
-        ("trl_environment.py", ["env"]),
+        ("trl_two_rewards.py", 0.35, ["math_reward", "code_reward"]),
+        ("trl_tools.py", 0.1, ["right"]),
+        ("trl_environment.py", 0.2, ["env"]),
     ],
 )
-def test_the_reward_rises(name: str, components: list[str], taught: Path) -> None:
-    """Half of what the model was shown is right: GRPO finds out which."""
+def test_the_reward_rises(name: str, rise: float, components: list[str], taught: Path) -> None:
+    """Half of what the model was shown is right: GRPO finds out which. With five seeds the least
+    rises were 0.67, 0.22 and 0.40.
+    """
     lines = run(name, taught)
     rewards = [line["reward/mean"] for line in lines]
     assert len(lines) == 8 and all(line["reward/unscored"] == 0 for line in lines)
-    assert sum(rewards[-3:]) / 3 - rewards[0] > 0.12, rewards
+    assert sum(rewards[-3:]) / 3 - rewards[0] > rise, rewards
     for component in components:
         assert lines[-1][f"reward/{component}"] > lines[0][f"reward/{component}"]
     if name != "trl_two_rewards.py":
