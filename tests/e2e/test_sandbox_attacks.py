@@ -198,7 +198,8 @@ def test_many_runs_a_tenth_of_them_hostile(isolation: Isolation, runs: int) -> N
     assert reward.counts["failed_here"] == 0 and sum(reward.counts.values()) == runs
     assert left_behind() == []
     assert descriptors() == before
-    beside = tuple(f"reinforge-{what}" for what in ("secret", "plan", "agent", "tiny", "check"))
+    others = ("secret", "plan", "agent", "tiny", "check", "build", "release", "rows", "tokens")
+    beside = tuple(f"reinforge-{what}" for what in others)
     assert {
         f
         for f in set(os.listdir(tempfile.gettempdir())) - files

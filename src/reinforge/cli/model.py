@@ -268,9 +268,12 @@ def tiny(
 
 
 def demo(
-    dir: Annotated[Path, typer.Option(help="Where the demo's model and runs go.")] = Path(
-        "runs/demo"
-    ),
+    dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the demo's model and runs go; default: runs/demo, --quick: runs/demo-quick."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the demo.")] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="A minute instead of several; learns less.")
@@ -286,4 +289,4 @@ def demo(
     """
     from reinforge.cli.demo import run_demo
 
-    run_demo(dir, seed, quick)
+    run_demo(dir or Path("runs/demo-quick" if quick else "runs/demo"), seed, quick)

@@ -22,6 +22,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.hub import offline
 from reinforge.core.hub_trouble import gated, hub_trouble, not_there
 from reinforge.data import arithmetic, games
+from reinforge.data.bad_rows import by_reason
 
 Record = tuple[str, dict[str, Any]]
 # episodes: rows for environments that bring their own tasks
@@ -205,12 +206,31 @@ def _text(data: bytes, where: str) -> str:
 
 
 def _jsonl(path: Path) -> Iterator[Record]:
+    """Row by row up to the first line that cannot be read; then all of those are told together."""
+    broken: list[InputError] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}:{number}"
-            text = _text(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, where).strip()
-            if text:
-                yield where, _object(strict_json(text, where), where)
+            try:
+                row = _row_of(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, where)
+            except InputError as error:
+                broken.append(error)
+                continue
+            if row is not None and not broken:
+                yield where, row
+    if len(broken) == 1:
+        raise broken[0]
+    if broken:
+        named = by_reason([(error.where or "", error.what) for error in broken])
+        listed = "".join(f"\n  - {line}" for line in named)
+        what = f"{len(broken):,} lines cannot be read:{listed}\n{broken[0].fix}"
+        raise InputError(what, where=str(path))
+
+
+def _row_of(line: bytes, where: str) -> dict[str, Any] | None:
+    """What a line of a .jsonl file holds; None of an empty one."""
+    text = _text(line, where).strip()
+    return _object(strict_json(text, where), where) if text else None
 
 
 def _json(path: Path) -> Iterator[Record]:

@@ -17,7 +17,7 @@ from reinforge.config.data import DataConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.data import arithmetic
-from reinforge.data.readers import read
+from reinforge.data.readers import FILES, read
 from reinforge.data.sources import (
     fingerprint,
     load_rows,
@@ -104,6 +104,28 @@ def test_bad_rows_are_refused_with_file_and_line(tmp_path: Path, line: str, mess
     path.write_text(json.dumps(GOOD[0]) + "\n\n" + line + "\n")
     with pytest.raises(InputError, match=f"^{re.escape(str(path))}:3: .*{message}"):
         load_rows(cfg(str(path)))
+
+
+def test_lines_that_are_no_json_are_told_together(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    good = json.dumps(GOOD[0])
+    path.write_text("\n".join([good, "{", "[1]", good, "", "{", "7"]))
+    with pytest.raises(InputError) as caught:
+        load_rows(cfg(str(path)))
+    first, *named, fix = str(caught.value).splitlines()
+    assert first == f"{path}: 4 lines cannot be read:" and fix == "Repair or remove it."
+    assert named[0].startswith(f"  - {path}:2: is not valid JSON: Expecting property name")
+    assert named[0].endswith(f"(also {path}:6)")
+    assert named[1:] == [
+        f"  - {path}:3: is list, not an object",
+        f"  - {path}:7: is int, not an object",
+    ]
+    seen = []
+    with pytest.raises(InputError):
+        seen.extend(where for where, _ in FILES[".jsonl"](path))
+    for where, _ in islice(FILES[".jsonl"](path), 1):
+        seen.append(where)
+    assert seen == [f"{path}:1"] * 2  # what comes before the first is there at once, and no more
 
 
 def test_bad_files(tmp_path: Path) -> None:
