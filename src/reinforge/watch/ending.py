@@ -206,7 +206,8 @@ def _from_to(metric: SummaryMetric, steps: Sequence[Mapping[str, Any]]) -> list[
     few = max(1, len(values) // TENTH)
     ends = [sum(values[:few]) / few, sum(values[-few:]) / few]
     shown = " -> ".join(metric.form(value) for value in (ends if len(values) > 1 else ends[:1]))
-    return [f"{metric.label} {shown}"]
+    over = f" (first and last {few} steps)" if few > 1 else ""
+    return [f"{metric.label} {shown}{over}"]
 
 
 def _cost(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,10 @@ def show_run(path: Path) -> dict[str, Any]:
         "troubles": [
             str(trouble) for trouble in RunHealth.of(path).troubles(ended=how != "running")
         ],
-        "config": {k: config[k] for k in SUMMARY_KEYS if config.get(k) is not None},
+        "config": {
+            **{k: config[k] for k in SUMMARY_KEYS if config.get(k) is not None},
+            **_rewards(config),
+        },
         **({"uncontained": bare} if bare else {}),
         "last": last,
         "best_eval": best,
@@ -151,6 +155,24 @@ def show_run(path: Path) -> dict[str, Any]:
         "events": events[-20:],
         "versions": read_json(path / "versions.json"),
     }
+
+
+def _rewards(config: Mapping[str, Any]) -> dict[str, str]:
+    """The rewards among the settings of a run, with weights that are not 1.
+
+    >>> _rewards({"rewards.0.name": "math", "rewards.0.weight": 1.0, "rewards.1.name": "tags"})
+    {'rewards': 'math, tags'}
+    >>> _rewards({"rewards.0.name": "math", "rewards.0.weight": 0.5}), _rewards({})
+    ({'rewards': 'math x 0.5'}, {})
+    """
+    found = []
+    for i in count():
+        name = config.get(f"rewards.{i}.name")
+        if name is None:
+            break
+        weight = config.get(f"rewards.{i}.weight", 1.0)
+        found.append(str(name) if weight == 1 else f"{name} x {weight:g}")
+    return {"rewards": ", ".join(found)} if found else {}
 
 
 def steps_begun(path: Path) -> int | None:

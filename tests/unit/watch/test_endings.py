@@ -373,7 +373,14 @@ def test_the_end_tells_what_people_look_at_in_a_run_of_its_family(
     recorder.event("finished")
     recorder.close()
     run = show_run(tmp_path)
-    assert reached(run, list(read_lines(tmp_path / "metrics.jsonl"))) == told
+    lines = list(read_lines(tmp_path / "metrics.jsonl"))
+    assert reached(run, lines) == told
+    # of many steps the first and the last tenth
+    many = [line for line in lines for _ in range(10)]
+    averaged = [text for text in told if not text.startswith("eval/")]
+    assert reached(run, many)[-len(averaged) :] == [
+        f"{text} (first and last 2 steps)" for text in averaged
+    ]
 
 
 def test_a_resumed_run_tells_the_time_of_all_starts_and_of_this_one(

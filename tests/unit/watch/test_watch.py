@@ -603,7 +603,7 @@ def make_run(
     config = {
         "model": {"path": "m"},
         "algorithm": {"name": "grpo"},
-        "rewards": [{"name": "exact", "weight": 1.0}],
+        "rewards": [{"name": "exact", "weight": 1.0}, {"name": "tags", "weight": 0.5}],
         "train": {"steps": 3, "learning_rate": rate},
         "run": {"dir": str(path)},
     }
@@ -656,6 +656,7 @@ def test_runs_are_listed_shown_and_compared(tmp_path: Path) -> None:
         "high": 0.7,
     }
     assert shown["last"]["eval/accuracy"] == 0.4 and shown["config"]["train.learning_rate"] == 1e-5
+    assert shown["config"]["rewards"] == "exact, tags x 0.5"
     assert [(c["step"], c["bytes"]) for c in shown["checkpoints"]] == [(2, 12)]
     compared = compare_runs([a, b])
     assert compared["config"] == {"train.learning_rate": [1e-5, 2e-5]}
