@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers import cli_runs
-from helpers.toy_architectures import ORIGINAL, save_architecture
+from helpers.toy_architectures import ORIGINAL, save_architecture, write_tokenizer
 
 NARROW = ("model.dtype=bfloat16",)
 SHORT = ("rollout.max_new_tokens=8",)  # prompts of the task have a few tokens
@@ -56,12 +56,10 @@ CASES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
             " making"
         ),
     ),
-    "lfm2": ("lfm2", NARROW, "Lfm2ForCausalLM cannot be trained here: its layers keep state"),
-    "qwen3_5": (
-        "qwen3_5",
-        NARROW,
-        "Qwen3_5ForCausalLM cannot be trained here: its layers keep state",
-    ),
+    "lfm2": ("lfm2", SHORT, None),
+    "qwen3_5": ("qwen3_5", SHORT, None),
+    "nemotron_h": ("nemotron_h", SHORT, None),
+    "rwkv": ("rwkv", NARROW, "RwkvForCausalLM cannot be trained here: its layers keep state"),
     "llama4": ("llama4", NARROW, "Llama4ForCausalLM cannot be trained here: it attends in chunks"),
     "deepseek_v3": (
         "deepseek_v3",
@@ -69,12 +67,6 @@ CASES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
         "keys of layer 0 have heads of 16 numbers and its values of 8",
     ),
 }
-
-
-def write_tokenizer(folder: Path) -> None:
-    from reinforge.models.tiny import tiny_tokenizer
-
-    tiny_tokenizer(None, 300).save_pretrained(folder)
 
 
 @pytest.mark.parametrize("case", CASES)

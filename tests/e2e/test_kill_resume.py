@@ -18,6 +18,7 @@ import pytest
 
 from helpers import cli_runs
 from helpers.cli_runs import Whole, whole
+from helpers.toy_architectures import save_architecture, write_tokenizer
 from reinforge.checkpoint import store
 from reinforge.rollout.journal import Journal
 
@@ -132,6 +133,16 @@ def test_drafts_from_earlier_answers_do_not_show(tiny: Path, tmp_path: Path, exa
     lengths = [line[key] for line in metrics if key in line]
     assert len(lengths) == 6 and max(lengths) > 1
     crash(run, tmp_path, "step:end@5")
+    finish(run, tmp_path)
+    assert run.differences(tmp_path / "run") == []
+
+
+def test_a_hybrid(tmp_path: Path) -> None:
+    """Layers that keep state: the states of an engine are computed again, never saved."""
+    model = save_architecture("qwen3_5", tmp_path / "model", write_tokenizer)
+    config = cli_runs.write_config(tmp_path, model, train={"steps": 4})
+    run = whole(tmp_path, config, 4)
+    crash(run, tmp_path, "step:end@3")
     finish(run, tmp_path)
     assert run.differences(tmp_path / "run") == []
 

@@ -123,6 +123,142 @@ RIGHT: dict[str, Make] = {
     "gpt_neox": ("GPTNeoXConfig", {k: v for k, v in _BASE.items() if k != "num_key_value_heads"}),
 }
 
+# layers that keep state beside keys and values
+_MAMBA2 = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2)
+STATEFUL: dict[str, Make] = {
+    "lfm2": (
+        "Lfm2Config",
+        {**_BASE, "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            **_BASE,
+            **_EXPERTS,
+            "layer_types": ["conv", "full_attention"],
+            "num_dense_layers": 1,
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {**_BASE, **_GATED, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {
+            **_BASE,
+            **_GATED,
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **_BASE,
+            **_GATED,
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        {**_BASE, **_GATED, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        dict(
+            hidden_size=32,
+            num_hidden_layers=2,
+            vocab_size=259,
+            num_heads=4,
+            head_dim=16,
+            state_size=8,
+            n_groups=2,
+            chunk_size=8,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+    ),
+    "bamba": ("BambaConfig", {**_BASE, **_MAMBA2, "mamba_expand": 2, "attn_layer_indices": [1]}),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_BASE,
+            **_MAMBA2,
+            "mamba_expand": 2,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 16,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {**_BASE, **_MAMBA2, "mamba_d_ssm": 64, "head_dim": 8},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **_BASE,
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["mamba", "attention", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 16,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "mamba": (
+        "MambaConfig",
+        dict(
+            hidden_size=32,
+            num_hidden_layers=2,
+            vocab_size=259,
+            state_size=8,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+    ),
+    "falcon_mamba": (
+        "FalconMambaConfig",
+        dict(
+            hidden_size=32,
+            num_hidden_layers=2,
+            vocab_size=259,
+            state_size=8,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+    ),
+    "jamba": (
+        "JambaConfig",
+        {
+            **_BASE,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+    ),
+}
+
 REFUSED: dict[str, Make] = {
     "gptj": ("GPTJConfig", _GPT),
     "codegen": ("CodeGenConfig", {**_GPT, "n_ctx": 128}),
@@ -139,14 +275,6 @@ REFUSED: dict[str, Make] = {
             bos_token_id=1,
             eos_token_id=2,
         ),
-    ),
-    "lfm2": (
-        "Lfm2Config",
-        {**_BASE, "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
-    ),
-    "qwen3_5": (
-        "Qwen3_5TextConfig",
-        {**_BASE, **_GATED, "layer_types": ["linear_attention", "full_attention"]},
     ),
     "stablelm": ("StableLmConfig", _BASE),
     "nemotron": ("NemotronConfig", {**_BASE, "head_dim": 8}),
@@ -187,9 +315,9 @@ REFUSED: dict[str, Make] = {
         ),
     ),
     "falcon": ("FalconConfig", {**_BASE, "alibi": False}),
-    "mamba": (
-        "MambaConfig",
-        dict(hidden_size=32, num_hidden_layers=2, vocab_size=259, state_size=8),
+    "rwkv": (
+        "RwkvConfig",
+        dict(hidden_size=32, num_hidden_layers=2, vocab_size=259, context_length=128),
     ),
 }
 
@@ -199,7 +327,7 @@ UNEQUAL: dict[str, Make] = {
     "deepseek_v3": ("DeepseekV3Config", {**_BASE, **_LATENT}),
 }
 
-ALL = RIGHT | REFUSED | UNEQUAL
+ALL = RIGHT | STATEFUL | REFUSED | UNEQUAL
 
 
 def make_config(name: str, **changes: Any) -> Any:
@@ -232,6 +360,12 @@ def make_architecture(
             if p.ndim > 1:
                 p.mul_(spread)
     return module.eval().to(dtype)
+
+
+def write_tokenizer(folder: Path) -> None:
+    from reinforge.models.tiny import tiny_tokenizer
+
+    tiny_tokenizer(None, 300).save_pretrained(folder)
 
 
 def save_architecture(

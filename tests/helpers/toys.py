@@ -114,9 +114,25 @@ def _config(arch: str, **changes: Any) -> Any:
                 **changes,
             }
         ),
-        "mamba": lambda: t.MambaConfig(
+        # a gated delta net, then attention
+        "qwen3_5": lambda: t.Qwen3_5TextConfig(
             **{
-                **dict(hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=8),
+                **_BASE,
+                "head_dim": 16,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+                "layer_types": ["linear_attention", "full_attention"],
+                **changes,
+            }
+        ),
+        # keeps state in its own way
+        "rwkv": lambda: t.RwkvConfig(
+            **{
+                **dict(
+                    hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, context_length=128
+                ),
                 **changes,
             }
         ),

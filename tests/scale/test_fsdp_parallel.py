@@ -25,6 +25,7 @@ from reinforge.algorithms.losses.value import ValueLoss
 from reinforge.algorithms.parts.surrogates import gspo
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.core.batch import Batch, Totals, pack
+from reinforge.core.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,27 @@ def test_a_split_pack_is_the_whole_one(ranks: Ranks, case: str) -> None:
         assert again == pytest.approx(metrics, rel=1e-4, abs=1e-6) and norm_here == pytest.approx(
             size, rel=1e-5
         )
+    split.close()
+
+
+def test_layers_that_keep_state(ranks: Ranks) -> None:
+    """Each rank computes whole packs; slices of one are refused, for a state crosses them."""
+    local, cut = both(ranks, partial(load, "checkpointed", "qwen3_5"))
+    assert local.model.mixers == 1
+    samples = make_samples(LENGTHS)
+    for i in (1, 2, 3):
+        samples[i] = samples[i].with_(
+            tokens=torch.cat((samples[0].tokens[:2], samples[i].tokens[2:]))
+        )
+    want, metrics, old, size = one_pass(local, samples, 40, policy_loss(), True)
+    found, again, mine, norm_here = one_pass(cut, samples, 40, policy_loss(), True)
+    assert relative(found, want) < 2e-6 and float((mine - old).abs().max()) < 2e-5
+    assert again == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    assert norm_here == pytest.approx(size, rel=1e-5)
+    cut.close()
+    _, split = both(ranks, partial(load, "full", "qwen3_5"), sequence_parallel=2)
+    with pytest.raises(InputError, match=r"train\.sequence_parallel: 1 layers of Qwen3_5"):
+        one_pass(split, samples, 40, policy_loss(), True)
     split.close()
 
 

@@ -21,6 +21,7 @@ from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.data import check_scored_columns, few_rows, load_data
 from reinforge.build.limits import episode_tokens
 from reinforge.build.reward_weights import reward_weights
+from reinforge.config import architectures
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
@@ -119,6 +120,8 @@ def read_inputs(
     rope.check(model_config, cfg.data.max_length)
     if note := rope.note(model_config):
         view.message(f"model: {note}")
+    if cfg.rollout.prefix_cache and architectures.keeps_state(model_config.to_dict()):
+        view.message(f"rollout.prefix_cache: {architectures.PREFIXES}")
     for note in algorithm.notes:
         view.message(note)
     for reward in rewards:

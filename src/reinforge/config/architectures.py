@@ -10,14 +10,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+# of layers that keep state beside keys and values in a way that packs and the engine know
+STATEFUL = frozenset({"conv", "linear_attention", "mamba", "hybrid"})
+# these keep state too, and do not list their layers
+RECURRENT = frozenset({"bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2"})
 # of layers that a pack and a paged cache know
-KINDS = frozenset({"full_attention", "sliding_attention", "attention"})
+KINDS = frozenset({"full_attention", "sliding_attention", "attention", "mlp", "moe"}) | STATEFUL
+
 OWN = (
     "its layers have an attention of their own making, which sees neither packs nor the paged cache"
 )
 STATE = (
-    "its layers keep state beside keys and values (a convolution or a recurrence), which the paged"
-    " cache does not hold"
+    "its layers keep state in their own way (a convolution or a recurrence), which packs and the"
+    " engine do not know"
+)
+DRAFTS = (
+    "layers of this model keep state beside keys and values, and a state cannot go back behind"
+    " drafts that were wrong."
+)
+PREFIXES = (
+    "layers of this model keep state beside keys and values, which is not known in the middle of a"
+    " prompt: every prompt is computed from its beginning"
 )
 DROPS = "its layers do not hand on what our attention needs to know"
 SPARSE = "its attention picks tokens by an index of its own, which a pack does not have"
@@ -39,12 +52,7 @@ KNOWN: dict[str, str] = {
         ),
         OWN,
     ),
-    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm"), STATE),
-    **dict.fromkeys(("bamba", "falcon_h1", "jamba", "nemotron_h", "zamba", "zamba2"), STATE),
-    **dict.fromkeys(
-        ("kimi_linear", "lfm2", "lfm2_moe", "minimax", "olmo_hybrid", "qwen3_next"), STATE
-    ),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), STATE),
+    **dict.fromkeys(("minimax", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"), STATE),
     **dict.fromkeys(("nemotron", "stablelm"), DROPS),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SPARSE),
     **dict.fromkeys(("llama4", "llama4_text"), CHUNKS),
@@ -63,15 +71,18 @@ def refusal(config: Mapping[str, Any]) -> str | None:
     for name in (config.get("model_type"), text.get("model_type")):
         if name in KNOWN:
             return KNOWN[name]
-    kinds = {
-        kind
-        for key in ("layer_types", "layers_block_type")
-        for kind in text.get(key) or []
-        if isinstance(kind, str)
-    }
+    kinds = _kinds(text)
     if "chunked_attention" in kinds:
         return CHUNKS
     return STATE if kinds - KINDS else None
+
+
+def keeps_state(config: Mapping[str, Any]) -> bool:
+    """Whether layers of such a model keep state beside keys and values, as far as its config.json
+    tells.
+    """
+    text = _text(config)
+    return text.get("model_type") in RECURRENT or bool(_kinds(text) & STATEFUL)
 
 
 def engine_refusal(config: Mapping[str, Any]) -> str | None:
@@ -91,6 +102,16 @@ def engine_refusal(config: Mapping[str, Any]) -> str | None:
         f"its keys have heads of {plain + rotary} numbers and its values of {value}, and the cache"
         " holds equal ones only"
     )
+
+
+def _kinds(text: Mapping[str, Any]) -> set[str]:
+    """Of layers, as a configuration lists them."""
+    return {
+        kind
+        for key in ("layer_types", "layers_block_type")
+        for kind in text.get(key) or []
+        if isinstance(kind, str)
+    }
 
 
 def scores(config: Mapping[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ from reinforge.core.model_facts import FLOAT, ModelFacts
 BLOCK = 16
 GPU_BLOCK = 64
 LEAST = 8  # blocks
+UNSEEN = 4096  # blocks of each sequence where they take nothing and nobody says how long one is
 PREFILL_TOKENS = 16384  # packed prompt tokens per forward
 HOST = int(0.8 * 2**30)  # bytes on a CPU, whose memory is not what training runs short of
 # of what a GPU has left; the rest is for CUDA graphs, for models that score answers meanwhile, and
@@ -72,12 +73,22 @@ def pool_blocks(
     """Blocks of the cache: as configured, or as many as have room, at most those that `rows` of the
     longest sequences fill.
     """
+    wanted = None if not longest else max(LEAST, rows * -(-longest // block))
+    if not block_bytes:  # no layer attends
+        return wanted or rows * UNSEEN
     if kv_gib is not None:
         return max(LEAST, int(kv_gib * 2**30) // block_bytes)
     most = max(LEAST, room // block_bytes)
-    if not longest:
-        return most
-    return min(most, max(LEAST, rows * -(-longest // block)))
+    return most if wanted is None else min(most, wanted)
+
+
+def state_slots(slot_bytes: int, room: int, *, rows: int, sequence_bytes: int) -> int:
+    """Slots of state: one for each of `rows` sequences, fewer where so many do not have room
+    together with the blocks of each, which take `sequence_bytes`.
+    """
+    if not slot_bytes:
+        return 0
+    return max(1, min(rows, room // (slot_bytes + sequence_bytes)))
 
 
 def stays(pool: int, whole: int, beside: int | None) -> bool:

@@ -6,7 +6,7 @@ one's in the same cache. At c = 1 it is the second model alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from reinforge.models.attention import AttentionLayout
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 from reinforge.models.head import LogitRule
+from reinforge.models.state import Recurrence, StateFlow, StateKey
 
 # inside, what it yields computes as the second model
 Active = Callable[[], AbstractContextManager[CausalModel]]
@@ -31,6 +32,23 @@ class _SecondModelLayout:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         return self.layout.attend(layer + self.layers, q, k, v, rule)
+
+
+@dataclass(slots=True)
+class _SecondModelStates:
+    """The states of a second model, behind the first one's."""
+
+    states: StateFlow
+    layers: int
+
+    def _key(self, key: StateKey) -> StateKey:
+        return key[0] + self.layers, key[1], key[2]
+
+    def convolve(self, key: StateKey, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.states.convolve(self._key(key), x, weight, bias)
+
+    def scan(self, key: StateKey, rule: Recurrence, parts: Sequence[Tensor]) -> Tensor:
+        return self.states.scan(self._key(key), rule, parts)
 
 
 class ModelMixture(CausalModel):
@@ -60,19 +78,25 @@ class ModelMixture(CausalModel):
         with other() as model:
             self.width = policy.head.weight.shape[1]
             self.layer_count = len(policy.layers)
+            self.mixers = model.mixers + (0 if coefficient == 1 else policy.mixers)
             assert len(model.head.weight) == len(policy.head.weight), "two vocabularies"
 
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: AttentionLayout,
+        states: StateFlow | None = None,
+    ) -> Tensor:
         """[N, E] of the second model, or [N, 2 E] of both."""
-        parts = [] if self.coefficient == 1 else [self.policy.hidden(tokens, positions, layout)]
+        parts = []
+        if self.coefficient < 1:
+            parts.append(self.policy.hidden(tokens, positions, layout, states))
+            layout = _SecondModelLayout(layout, self.layer_count)
+            if states is not None:
+                states = _SecondModelStates(states, self.layer_count)
         with self.other() as model:
-            parts.append(
-                model.hidden(
-                    tokens,
-                    positions,
-                    _SecondModelLayout(layout, self.layer_count) if parts else layout,
-                )
-            )
+            parts.append(model.hidden(tokens, positions, layout, states))
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def project(self, hidden: Tensor) -> Tensor:

@@ -20,7 +20,9 @@ from reinforge.models.attention import AttentionLayout, PackedLayout
 from reinforge.models.exact import RowWiseMode
 from reinforge.models.exact_attention import layout as exact_layout
 from reinforge.models.exact_norm import replace_norms
+from reinforge.models.mixers import holds_mixer, keeping, recomputed, replace_mixers
 from reinforge.models.sequence import SequenceSlices, SliceReading, Ulysses
+from reinforge.models.state import PackedStates, StateFlow
 
 
 class PackedModel:
@@ -33,6 +35,7 @@ class PackedModel:
     value_head: nn.Linear | None = None
     # the longest sequence that is computed right; None: any (see `models.rope`)
     reach: int | None = None
+    mixers: int = 0  # layers that keep state: convolutions, recurrences (see `models.state`)
     # the ranks that each compute a part of every pack; None: this process computes it all
     slices: SequenceSlices | None = None
 
@@ -62,6 +65,15 @@ class PackedModel:
             )
         if exact:
             replace_norms(module)
+        self.mixers = replace_mixers(module)
+        if exact and self.mixers:
+            raise InputError(
+                f"{self.mixers} layers of {type(self.plain).__name__} keep state beside keys and"
+                " values, and a chunk of their recurrence has other last bits than its tokens one"
+                " by one.",
+                where="model.exact",
+                fix="Set model.exact=false; engine and trainer then differ by rounding.",
+            )
 
     @property
     def context(self) -> int | None:
@@ -97,7 +109,8 @@ class PackedModel:
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         attention.register(compiled=True)
         for layer in self.layers:
-            layer.compile(dynamic=True)
+            if not holds_mixer(layer):  # who asks for its state asks the host
+                layer.compile(dynamic=True)
 
     def recompute(self, on: bool) -> None:
         """Lets layers with gradient checkpointing do it.
@@ -108,12 +121,23 @@ class PackedModel:
         for part in self.module.modules():
             if getattr(part, "gradient_checkpointing", False):
                 part.training = on
+                if self.mixers:
+                    part._gradient_checkpointing_func = recomputed  # type: ignore[assignment]
 
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
-        """[N, E] last hidden states of N tokens whose relations `layout` describes."""
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: AttentionLayout,
+        states: StateFlow | None = None,
+    ) -> Tensor:
+        """[N, E] last hidden states of N tokens whose relations `layout` describes. `states`: those
+        of its layers that keep state.
+        """
+        assert states is not None or not self.mixers, "a model that keeps state, and no state"
         if self.exact:
             layout = exact_layout(layout)
-        with RowWiseMode() if self.exact else nullcontext():
+        with RowWiseMode() if self.exact else nullcontext(), keeping(states):
             out = self.trunk(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False, layout=layout
             )
@@ -127,11 +151,22 @@ class PackedModel:
         self._check_reach(batch)
         whole = PackedLayout(batch.lengths, batch.starts, batch.prefix)
         if self.slices is None:
-            return self.hidden(batch.tokens, batch.positions, whole)
+            return self.hidden(batch.tokens, batch.positions, whole, self.packed_states(batch))
+        if self.mixers:
+            raise InputError(
+                f"{self.mixers} layers of {type(self.plain).__name__} keep state beside keys and"
+                " values, which a rank with a slice of a pack does not have.",
+                where="train.sequence_parallel",
+                fix="Leave it at 1.",
+            )
         here = self.slices.span(batch.n_tokens)
         return self.hidden(
             batch.tokens[here], batch.positions[here], Ulysses(whole, self.slices, batch.n_tokens)
         )
+
+    def packed_states(self, batch: Batch) -> PackedStates | None:
+        """How the states of a pack flow; None: there are none."""
+        return PackedStates(batch.lengths, self.device, batch.prefix) if self.mixers else None
 
     def _check_reach(self, batch: Batch) -> None:
         longest = max((len(s.tokens) for s in batch.samples), default=0)

@@ -4,9 +4,9 @@ its architecture.
 Nobody keeps a list of architectures that work. When a model is loaded, four things are shown on it
 with a few tokens:
 
-1. Every decoder layer attends exactly once, through our attention. A layer that does not (a
-   convolution, a recurrence, an attention of its own making) keeps state that neither a pack nor
-   the paged cache knows of.
+1. Every decoder layer attends exactly once, through our attention, or keeps its state in our
+   `StateFlow`, or treats each token by itself. A layer that does none of it (a recurrence or an
+   attention of its own making) has state that neither a pack nor the engine knows of.
 2. The mask that transformers would have made is causal, all the way or within a window. Windows
    that only the mask carries are read from it here (`hear_masks`).
 3. In float32, the packed forward gives the numbers of transformers' own forward of each sample
@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,7 @@ from reinforge.core.sample import Sample
 from reinforge.models import attention
 from reinforge.models.attention import AttentionLayout, PackedLayout, starts_of
 from reinforge.models.attention_rule import AttentionRule
+from reinforge.models.state import PackedStates
 
 if TYPE_CHECKING:
     from reinforge.models.packed import PackedModel
@@ -87,13 +89,21 @@ def prove_layers(model: PackedModel, where: str) -> None:
     to keep to.
     """
     layout = _LayerCounter(PackedLayout([2], starts_of([2], model.device)))
+    states = PackedStates([2], model.device)
     with attention.hear_masks():
-        _forward(model, layout)
+        _forward(model, layout, states)
     name = type(model.plain).__name__
     expected = int(model.config.num_hidden_layers)
-    if sorted(layout.calls) == list(range(expected)):
+    keep = {layer for layer, *_ in states.shapes}
+    known = keep | set(layout.calls)
+    once = len(layout.calls) == len(set(layout.calls))
+    if once and known == set(range(expected)):
         return
-    silent = [i for i in range(expected) if i not in layout.calls]
+    silent = [i for i in range(expected) if i not in known]
+    if silent and once and known < set(range(expected)):
+        silent = _mixing(model, silent)
+        if not silent:
+            return
     if silent:
         kinds = getattr(model.config, "layer_types", None) or []
         kind = f" ({kinds[silent[0]]})" if silent[0] < len(kinds) else ""
@@ -114,9 +124,39 @@ def prove_layers(model: PackedModel, where: str) -> None:
     )
 
 
-def _forward(model: PackedModel, layout: AttentionLayout) -> None:
+def _mixing(model: PackedModel, silent: list[int]) -> list[int]:
+    """Which of these layers let one token reach another, though they neither attend nor keep state
+    through us. The others are MLPs alone, as some hybrids have them.
+    """
+    found: list[int] = []
+
+    def look(number: int, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        inputs = args[0] if args else kwargs["hidden_states"]
+        spoiled = inputs.clone()
+        spoiled[:, 0] = float("nan")
+        if args:
+            again = module.forward(spoiled, *args[1:], **kwargs)
+        else:
+            again = module.forward(**{**kwargs, "hidden_states": spoiled})
+        again = again[0] if isinstance(again, tuple) else again
+        if not bool(again[:, 1:].isfinite().all()):
+            found.append(number)
+
+    handles = [
+        model.layers[i].register_forward_hook(partial(look, i), with_kwargs=True) for i in silent
+    ]
+    try:
+        layout = PackedLayout([2], starts_of([2], model.device))
+        _forward(model, layout, PackedStates([2], model.device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _forward(model: PackedModel, layout: AttentionLayout, states: PackedStates) -> None:
     tokens = torch.zeros(2, dtype=torch.int64, device=model.device)
-    model.hidden(tokens, torch.arange(2, device=model.device), layout)
+    model.hidden(tokens, torch.arange(2, device=model.device), layout, states)
 
 
 # ---- 3: the right numbers ----

@@ -14,7 +14,7 @@ from pathlib import Path
 from reinforge.build.environments import mixture_of
 from reinforge.build.limits import episode_tokens
 from reinforge.build.ranks import ranks_here
-from reinforge.config.architectures import engine_refusal
+from reinforge.config import architectures
 from reinforge.config.engine import SERVERS
 from reinforge.config.model import ModelConfig
 from reinforge.config.schema import Config
@@ -127,7 +127,7 @@ def check_model(config: Config, report: PlanReport) -> None:
     """
     shape = load_config(config.model)
     check_architecture(shape, config.model.path, scores=config.algorithm.family == "reward")
-    why = engine_refusal(shape.to_dict())
+    why = architectures.engine_refusal(shape.to_dict())
     if why and config.algorithm.rl and config.rollout.engine == "native":
         report.refuse(
             "rollout.engine",
@@ -136,6 +136,11 @@ def check_model(config: Config, report: PlanReport) -> None:
         )
     if note := rope.note(shape.get_text_config()):
         report.warn("model.path", note)
+    if architectures.keeps_state(shape.to_dict()) and config.rollout.engine == "native":
+        if config.rollout.speculation.when != "never":
+            report.refuse("rollout.speculation.when", architectures.DRAFTS, "Set it to never.")
+        if config.rollout.prefix_cache:
+            report.warn("rollout.prefix_cache", architectures.PREFIXES)
     rope.check(shape.get_text_config(), config.data.max_length)
 
 

@@ -21,6 +21,7 @@ from reinforge.engines.native.decode_batch import NEVER, DecodeBatch, LiveSequen
 from reinforge.engines.native.decoder import LaunchedWindow, bucket
 from reinforge.engines.native.engine import BLOCK, NativeEngine
 from reinforge.models.attention import KVCache
+from reinforge.models.state import StateStore
 
 DEVICE = torch.device("cpu")
 
@@ -163,9 +164,11 @@ def test_no_window_is_launched_for_rows_that_are_known_to_end() -> None:
         seen = []
         plain = engine.decoder.launch
 
-        def launch(rows: DecodeBatch, cache: KVCache, steps: int) -> LaunchedWindow:
+        def launch(
+            rows: DecodeBatch, cache: KVCache, steps: int, states: StateStore | None
+        ) -> LaunchedWindow:
             seen.append(steps)
-            return plain(rows, cache, steps)
+            return plain(rows, cache, steps, states)
 
         engine.decoder.launch = launch  # type: ignore[method-assign]
         await engine.generate(tokens_of(5), params, key=3)

@@ -229,8 +229,8 @@ def test_tied_embeddings_get_both_gradients() -> None:
 
 
 def test_what_cannot_be_right_is_refused() -> None:
-    with pytest.raises(InputError, match="2 of the 2 layers of MambaForCausalLM"):
-        CausalModel(make_module("mamba")).verify()
+    with pytest.raises(InputError, match="2 of the 2 layers of RwkvForCausalLM"):
+        CausalModel(make_module("rwkv")).verify()
     odd = make_module("llama")
     original = odd.forward
 

@@ -166,12 +166,12 @@ def test_gguf(tmp_path: Path) -> None:
     assert all(torch.equal(again[k], v) for k, v in model.module.state_dict().items())
 
 
-def test_mamba_is_refused_by_name(tmp_path: Path, tiny_dir: str) -> None:
-    make_module("mamba").save_pretrained(tmp_path)
+def test_rwkv_is_refused_by_name(tmp_path: Path, tiny_dir: str) -> None:
+    make_module("rwkv").save_pretrained(tmp_path)
     with pytest.raises(
         InputError,
         match=(
-            r"model\.path: MambaForCausalLM cannot be trained here: .*keep state.*standard"
+            r"model\.path: RwkvForCausalLM cannot be trained here: .*keep state.*standard"
             r" attention"
         ),
     ):

@@ -17,6 +17,7 @@ from helpers.toy_architectures import (
     ORIGINAL,
     REFUSED,
     RIGHT,
+    STATEFUL,
     UNEQUAL,
     WINDOW,
     make_architecture,
@@ -211,10 +212,13 @@ def test_the_configuration_alone_tells(name: str) -> None:
         check_architecture(config, "somewhere")
 
 
-@pytest.mark.parametrize("name", [*RIGHT, *UNEQUAL])
+@pytest.mark.parametrize("name", [*RIGHT, *STATEFUL, *UNEQUAL])
 def test_the_configuration_of_what_works_tells_nothing(name: str) -> None:
-    check_architecture(make_config(name), "somewhere")
-    assert (architectures.engine_refusal(make_config(name).to_dict()) is None) == (name in RIGHT)
+    config = make_config(name)
+    check_architecture(config, "somewhere")
+    facts = config.to_dict()
+    assert (architectures.engine_refusal(facts) is None) == (name not in UNEQUAL)
+    assert architectures.keeps_state(facts) == (name in STATEFUL)
 
 
 @pytest.mark.parametrize("name", ["gptj", "deepseek_v3", "longrope"])

@@ -179,8 +179,8 @@ def test_what_cannot_be_a_scalar_model_is_refused(tiny_dir: str, tmp_path: Path)
         load_scalar(
             ModelConfig(path=str(tmp_path / "none"), device="cpu"), where="critic.path", fresh=True
         )
-    with pytest.raises(InputError, match="no sequence classifier for MambaConfig"):
-        ScalarModel.on_trunk(make_module("mamba"))
+    with pytest.raises(InputError, match="no sequence classifier for RwkvConfig"):
+        ScalarModel.on_trunk(make_module("rwkv"))
     with pytest.raises(InputError, match="empty text"):
         make_scalar().scores([[]])
 

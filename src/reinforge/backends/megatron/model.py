@@ -31,6 +31,7 @@ from reinforge.models.attention import AttentionLayout, PackedLayout
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
+from reinforge.models.state import StateFlow
 
 View = Callable[[Tensor], Tensor]
 
@@ -208,8 +209,14 @@ class MegatronModel(CausalModel):
     def recompute(self, on: bool) -> None:
         self.recomputes = on and self.checkpointing
 
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
-        """[N, E]. Every rank of the tensor group has all tokens."""
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: AttentionLayout,
+        states: StateFlow | None = None,
+    ) -> Tensor:
+        """[N, E]. Every rank of the tensor group has all tokens. No layer keeps state."""
         self.now.layout = layout
         x = self.module.embed(tokens)[:, None]  # [N, 1, E], as Megatron has it
         angles = positions[:, None].float() * self.frequencies

@@ -1,6 +1,7 @@
-"""Which cache block belongs to whom.
+"""Which cache block belongs to whom, and which slot of state.
 
-Blocks of a shared prompt are counted, not copied, and may be found again by their content.
+Blocks of a shared prompt are counted, not copied, and may be found again by their content. A slot
+holds what the layers that keep state remember of one sequence: it is never shared.
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ class BlockPool:
     found until its room is needed, the longest unused first.
     """
 
-    def __init__(self, blocks: int, block_size: int):
+    def __init__(self, blocks: int, block_size: int, slots: int = 0):
+        """`slots`: of state, for as many sequences; 0: the model keeps none."""
         self.total = blocks
+        self.slots = slots
+        self._free_slots = list(range(slots, 0, -1))  # slot 0 is nobody's
         self.block_size = block_size
         self._free = list(range(blocks - 1, -1, -1))
         self._holders = [0] * blocks
@@ -60,6 +64,15 @@ class BlockPool:
         for block in taken:
             self._holders[block] = 1
         return taken
+
+    def take_slot(self) -> int:
+        """A slot of state; 0 where there are none."""
+        return self._free_slots.pop() if self.slots else 0
+
+    def release_slot(self, slot: int) -> None:
+        if slot:
+            assert slot not in self._free_slots, f"slot {slot} released twice"
+            self._free_slots.append(slot)
 
     def share(self, blocks: list[int]) -> list[int]:
         for block in blocks:
@@ -112,14 +125,20 @@ class BlockPool:
 
 @dataclass(slots=True)
 class CacheHolding:
-    """What one sequence holds of the cache: blocks, in the order of its tokens. `prefill.admit`
-    fills it, the native engine lets it grow before decode steps and gives it back as a whole.
+    """What one sequence holds of the cache: blocks, in the order of its tokens, and a slot where
+    the model keeps state. `prefill.admit` fills it, the native engine lets it grow before decode
+    steps and gives it back as a whole.
 
-    Everything that a sequence takes and gives back goes through here; a kind of cache that is not
-    made of blocks would be a second field.
+    Everything that a sequence takes and gives back goes through here.
     """
 
     blocks: list[int] = field(default_factory=list)
+    slot: int = 0  # 0: none
+
+    def enter(self, pool: BlockPool) -> None:
+        """Takes a slot, where the model keeps state."""
+        assert not self.slot
+        self.slot = pool.take_slot()
 
     def missing(self, pool: BlockPool, tokens: int) -> int:
         """Blocks that it would have to take to hold so many tokens."""
@@ -138,4 +157,6 @@ class CacheHolding:
 
     def give_back(self, pool: BlockPool) -> None:
         pool.release(self.blocks)
+        pool.release_slot(self.slot)
         self.blocks = []
+        self.slot = 0

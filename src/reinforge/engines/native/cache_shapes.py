@@ -1,4 +1,6 @@
-"""How large the keys and values of each layer are, seen in a forward rather than guessed."""
+"""How large the keys and values of each layer are, and its states, seen in a forward rather than
+guessed.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from reinforge.models.attention import PackedLayout
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 from reinforge.models.proof import refusing
+from reinforge.models.state import PackedStates
 
 OTHER_ENGINE = "Use another engine, another model, or an algorithm that learns from given texts."
 
@@ -46,9 +49,10 @@ class _ShapeProbe:
 
 
 @torch.no_grad()
-def cache_shapes(model: CausalModel) -> list[tuple[int, int]]:
+def cache_shapes(model: CausalModel, states: PackedStates | None = None) -> list[tuple[int, int]]:
     """(K, D) of each layer's cache, seen in a forward of one token rather than guessed from the
-    config.
+    config; (0, 0) of a layer that does not attend. `states`, of a model that keeps state, has seen
+    its shapes afterwards.
     """
     device = model.device
     probe = _ShapeProbe(PackedLayout([1], torch.tensor([0, 1], dtype=torch.int32, device=device)))
@@ -57,11 +61,12 @@ def cache_shapes(model: CausalModel) -> list[tuple[int, int]]:
             torch.zeros(1, dtype=torch.int64, device=device),
             torch.zeros(1, dtype=torch.int64, device=device),
             probe,
+            states,
         )
-    if sorted(probe.shapes) != list(range(len(probe.shapes))):
+    if not model.mixers and sorted(probe.shapes) != list(range(len(probe.shapes))):
         raise InputError(
             f"{type(model.causal).__name__} numbers its attention layers {sorted(probe.shapes)}.",
             where="rollout.engine",
             fix=OTHER_ENGINE,
         )
-    return [probe.shapes[i] for i in range(len(probe.shapes))]
+    return [probe.shapes.get(i, (0, 0)) for i in range(max(probe.shapes, default=0) + 1)]

@@ -31,6 +31,7 @@ from reinforge.models.causal import CausalModel
 from reinforge.models.fused_decode import FusedDecode
 from reinforge.models.grammars import Matcher
 from reinforge.models.head import LogitRule, exact_statistics, permitted
+from reinforge.models.state import RowStates, StateStore
 
 NEVER = -1  # pads lists of stop tokens: no token has this id
 FREE = [1.0, 0.0, 0.0]  # top_p, top_k and min_p that drop nothing
@@ -100,6 +101,7 @@ class DecodeBatch:
     stops: Tensor  # [B, S] token ids that end it
     done: Tensor  # [B] bool
     tables: Tensor  # [B, W]
+    slots: Tensor  # [B] of state; 0: none, or nobody's
     filters: Tensor | None  # [B, 3] float32: top_p, top_k, min_p, where any row wants them
     # [B, words] int32: a bit for every token that may come next, where any row is constrained
     allowed: Tensor | None
@@ -148,6 +150,7 @@ class DecodeBatch:
             ),
             done=to_device(torch.tensor([False] * len(sequences) + [True] * pad), device),
             tables=to_device(_tables(sequences, width, pad, spare), device),
+            slots=whole([s.held.slot for s in sequences]),
             filters=filters,
             allowed=_masks(sequences, pad, device),
             longest=max((s.cached for s in sequences), default=0) + 1,
@@ -179,6 +182,7 @@ class DecodeBatch:
             stops=torch.cat([_widened(part.stops, most, NEVER) for part in parts]),
             done=plain("done"),
             tables=torch.cat([_widened(part.tables, width, spare) for part in parts]),
+            slots=plain("slots"),
             filters=torch.cat([filters(part) for part in parts]) if filtered else None,
             allowed=None,
             longest=max(part.longest for part in parts),
@@ -245,12 +249,13 @@ class DecodeBatch:
 
     def retire(self, rows: list[int], spare: int) -> None:
         """These are done and their blocks belong to others now: they stand still, and write only
-        into the block `spare`.
+        into the block `spare`, and into the slot of state that is nobody's.
         """
         index = to_device(ints(rows), self.done.device)
         self.done.index_fill_(0, index, True)
         self.cached.index_fill_(0, index, 0)
         self.tables.index_fill_(0, index, spare)
+        self.slots.index_fill_(0, index, 0)
 
     @property
     def key(self) -> GraphKey:
@@ -309,11 +314,17 @@ class DecodeBatch:
         return picked, logprobs
 
     def step(
-        self, model: CausalModel, cache: KVCache, fused: FusedDecode | None = None, parts: int = 1
+        self,
+        model: CausalModel,
+        cache: KVCache,
+        fused: FusedDecode | None = None,
+        parts: int = 1,
+        states: StateStore | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The next token of every row and what came of its drafts: tokens [B, k+1], log-probs
         [B, k+1]. `produced` tells how many of them are real. `fused`: the trunk with fewer kernels,
-        where there is one. `parts`: programs that share the keys of a sequence.
+        where there is one. `parts`: programs that share the keys of a sequence. `states`: of a
+        model that keeps state; it has no drafts, for a state cannot go back.
 
         Rows advance in place; nothing is copied to the host.
         """
@@ -329,7 +340,8 @@ class DecodeBatch:
         )
         layout = PagedLayout(cache, tables, rows.cached, parts, shared=drafts is not None)
         if fused is None:
-            hidden = model.hidden(rows.newest, rows.cached, layout)
+            kept = None if states is None else RowStates(states, rows.slots)
+            hidden = model.hidden(rows.newest, rows.cached, layout, kept)
         else:
             hidden = fused.hidden(rows.newest, layout)
         picked, logprobs = rows.draw(model, hidden)

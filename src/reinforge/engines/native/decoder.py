@@ -18,6 +18,7 @@ from reinforge.models.attention import HAS_TRITON, KVCache
 from reinforge.models.causal import CausalModel
 from reinforge.models.exact_tiles import chunk_programs
 from reinforge.models.fused_decode import FusedDecode
+from reinforge.models.state import StateStore
 
 WINDOW = 16  # at most this many steps between two looks
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -120,12 +121,13 @@ class _WindowTokens:
         cache: KVCache,
         fused: FusedDecode | None = None,
         parts: int = 1,
+        states: StateStore | None = None,
     ) -> None:
         """One step of these rows."""
         at = (rows.produced - self.start)[:, None]
         if rows.drafts:
             at = at + torch.arange(rows.drafts + 1, device=at.device)
-        picked, logprobs = rows.step(model, cache, fused, parts)
+        picked, logprobs = rows.step(model, cache, fused, parts, states)
         self.tokens.scatter_(1, at, picked)
         self.logprobs.scatter_(1, at, logprobs)
 
@@ -152,7 +154,7 @@ class Decoder:
         # one for all graphs: no two run at once, and nothing in it outlives a step
         self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
         self.captures = 0  # for the metrics
-        self.fused = FusedDecode.of(model) if self.graphs else None
+        self.fused = FusedDecode.of(model) if self.graphs and not model.mixers else None
 
     def size(self, rows: int) -> int:
         """Rows of a batch of this many sequences: graphs exist for some sizes only."""
@@ -163,7 +165,11 @@ class Decoder:
         from reinforge.models.kernels.paged_attention import parts_of
 
         config = self.model.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        heads = (
+            getattr(config, "num_key_value_heads", None)
+            or getattr(config, "num_attention_heads", None)
+            or 1  # no layer attends
+        )
         width = rows.drafts + 1
         share = chunk_programs if self.model.exact else parts_of
         return share(len(rows.newest) * width, heads, rows.longest + steps * width)
@@ -179,17 +185,19 @@ class Decoder:
         """Of the next window, where no completion is longer than `limit`."""
         return window(limit) if self.graphs else 1
 
-    def launch(self, rows: DecodeBatch, cache: KVCache, steps: int) -> LaunchedWindow:
+    def launch(
+        self, rows: DecodeBatch, cache: KVCache, steps: int, states: StateStore | None = None
+    ) -> LaunchedWindow:
         """The next tokens of every row, after at most `steps` (and `WINDOW`) steps."""
         before = rows.produced.clone()
         if rows.verified is not None:
             rows.verified.zero_()
         if self.graphs:
-            drawn = self._replay(rows, cache, steps)
+            drawn = self._replay(rows, cache, steps, states)
         else:
             drawn = _WindowTokens.of(rows, steps)
             for _ in range(steps):
-                drawn.record(rows, self.model, cache)
+                drawn.record(rows, self.model, cache, states=states)
         most = steps * (rows.drafts + 1)
         return LaunchedWindow.of(
             drawn.tokens[:, :most],
@@ -198,9 +206,13 @@ class Decoder:
             None if rows.verified is None else rows.verified.clone(),
         )
 
-    def _replay(self, rows: DecodeBatch, cache: KVCache, steps: int) -> _WindowTokens:
+    def _replay(
+        self, rows: DecodeBatch, cache: KVCache, steps: int, states: StateStore | None
+    ) -> _WindowTokens:
         parts = self.parts(rows, steps)
-        captured = self._captured.get((rows.key, parts)) or self._capture(rows, cache, parts)
+        captured = self._captured.get((rows.key, parts))
+        if captured is None:
+            captured = self._capture(rows, cache, parts, states)
         captured.rows.copy_(rows)
         captured.drawn.start.copy_(rows.produced)
         for _ in range(steps):
@@ -209,18 +221,21 @@ class Decoder:
         rows.copy_(captured.rows)
         return captured.drawn
 
-    def _capture(self, rows: DecodeBatch, cache: KVCache, parts: int) -> _CapturedGraph:
+    def _capture(
+        self, rows: DecodeBatch, cache: KVCache, parts: int, states: StateStore | None
+    ) -> _CapturedGraph:
         """Captures one step on rows that are all done: they stand still, and write only into the
-        spare block.
+        spare block and into the slot that is nobody's.
         """
         still = rows.clone()
         still.done.fill_(True)
         still.cached.zero_()
         still.tables.fill_(cache.keys[0].shape[0] - 1)
+        still.slots.zero_()
         captured = _CapturedGraph(torch.cuda.CUDAGraph(), still, _WindowTokens.of(still, WINDOW))
 
         def step() -> None:
-            captured.drawn.record(still, self.model, cache, self.fused, parts)
+            captured.drawn.record(still, self.model, cache, self.fused, parts, states)
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -26,6 +26,7 @@ from functools import partial
 
 import torch
 
+from reinforge.config.architectures import DRAFTS
 from reinforge.config.base import Precision
 from reinforge.core.batch import Batch
 from reinforge.core.constraint import Constraint
@@ -45,6 +46,7 @@ from reinforge.core.kv_pool import (
     block_tokens,
     gpu_room,
     pool_blocks,
+    state_slots,
     stays,
 )
 from reinforge.core.model_facts import ModelFacts
@@ -65,6 +67,7 @@ from reinforge.models.fp8_layers import Fp8Layers
 from reinforge.models.fused_linear import join
 from reinforge.models.grammars import Grammars, Matcher
 from reinforge.models.head import FORBIDDEN, LogitRule, chunk_rows, permitted
+from reinforge.models.state import PackedStates, StateStore
 
 # decode steps for which blocks must be free before somebody enters, so that nobody has to leave
 # again at once
@@ -117,8 +120,15 @@ class NativeEngine:
             join(model.module)
         self.version = 0
         self.stats = GenerationStats()
+        seen = PackedStates([1], model.device) if model.mixers else None
         with self._plainly():
-            self.shapes = cache_shapes(model)
+            self.shapes = cache_shapes(model, seen)
+        # of the states that layers keep of a sequence
+        self.state_shapes = {} if seen is None else seen.shapes
+        if model.mixers:
+            self.prefix_cache = False  # the state at the end of a block is not known
+            if speculation is not None:
+                raise InputError(DRAFTS, where="rollout.speculation.when", fix="Set it to never.")
         self.share = share or DeviceShare()
         self.cache_dtype = model.dtype
         if cache_precision == "fp8":
@@ -126,14 +136,17 @@ class NativeEngine:
             check_device(model.device, "rollout.cache_precision")
             self.cache_dtype = E4M3
         self.block = block_tokens(model.device.type)
-        self.blocks = self._pool_size(kv_gib, longest)
+        self.blocks, self.slots = self._pool_size(kv_gib, longest)
+        if self.slots:
+            self.max_batch = min(max_batch, self.slots)
         # whether training had the device since the last rollouts, and what it left beside the cache
         # at its worst moment
         self._slept: int | None = None
         self._beside: int | None = None
-        self.pool = BlockPool(self.blocks, self.block)
+        self.pool = self._new_pool()
         # one block more than the pool has: rows that only fill a batch write there
         self.cache: KVCache | None = None
+        self.states: StateStore | None = None  # where the model keeps state
         with self._plainly():
             self.decoder = Decoder(model)
         self.grammars = Grammars(model.tokenizer, model.head.weight.shape[0], self.stop_tokens)
@@ -150,10 +163,14 @@ class NativeEngine:
         self._arrivals = itertools.count()
         self._requests = itertools.count()
 
-    def _pool_size(self, kv_gib: float | None, longest: int | None) -> int:
-        """Blocks: as configured, or what training does not need of the device while the engine
-        generates, at most as many as `max_batch` of the longest sequences fill. Training has that
-        memory too: `sleep` gives the cache back, unless both fit.
+    def _new_pool(self) -> BlockPool:
+        """With everything free."""
+        return BlockPool(self.blocks, self.block, self.slots)
+
+    def _pool_size(self, kv_gib: float | None, longest: int | None) -> tuple[int, int]:
+        """Blocks, and slots of state: as configured, or what training does not need of the device
+        while the engine generates, at most as many as `max_batch` of the longest sequences fill.
+        Training has that memory too: `sleep` gives the cache back, unless both fit.
         """
         memory = device_memory(self.model.device)
         room = HOST
@@ -161,14 +178,23 @@ class NativeEngine:
             facts = ModelFacts.of(self.model.config, itemsize=self.model.dtype.itemsize)
             free = memory.free - (0 if self.fp8 is None else self.fp8.size)
             room = gpu_room(facts, free, self.max_batch, self.share)
-        return pool_blocks(
+        if kv_gib is not None:
+            room = int(kv_gib * 2**30)
+        slot = StateStore.slot_bytes(self.state_shapes)
+        blocks = -(-(longest or AHEAD) // self.block)
+        slots = state_slots(
+            slot, room, rows=self.max_batch, sequence_bytes=blocks * self._block_bytes()
+        )
+        room -= slots * slot
+        blocks = pool_blocks(
             self._block_bytes(),
             room,
-            rows=self.max_batch,
+            rows=slots or self.max_batch,
             longest=longest,
-            kv_gib=kv_gib,
+            kv_gib=None if kv_gib is None else max(room, 0) / 2**30,
             block=self.block,
         )
+        return blocks, slots
 
     def _block_bytes(self) -> int:
         return self.block * KVCache.token_bytes(self.shapes, self.cache_dtype)
@@ -198,7 +224,7 @@ class NativeEngine:
 
     def _resize(self, blocks: int) -> None:
         self.blocks = blocks
-        self.pool = BlockPool(blocks, self.block)
+        self.pool = self._new_pool()
         self.cache = None
         self.decoder.forget()
 
@@ -402,6 +428,7 @@ class NativeEngine:
         memory = device_memory(self.model.device)
         if memory is not None and not stays(self._held(), memory.whole, self._beside):
             self.cache = None
+            self.states = None
             self.decoder.forget()
             self.pool.forget()
             if self.fp8 is not None:
@@ -431,7 +458,8 @@ class NativeEngine:
         copies = self.fp8.size if self.fp8 is not None and self.fp8.copied else 0
         if self.cache is None:
             return copies
-        return copies + sum(t.numel() * t.element_size() for t in self.cache.tensors)
+        tensors = [*self.cache.tensors, *(() if self.states is None else self.states.tensors)]
+        return copies + sum(t.numel() * t.element_size() for t in tensors)
 
     async def wake(self) -> None:
         memory = device_memory(self.model.device)
@@ -461,6 +489,8 @@ class NativeEngine:
                 self.cache = KVCache.allocate(
                     self.shapes, self.blocks + 1, self.block, self.cache_dtype, self.model.device
                 )
+                if self.state_shapes:
+                    self.states = StateStore(self.state_shapes, self.slots, self.model.device)
                 return
             except torch.OutOfMemoryError:
                 pass  # once this block is left nothing holds what was allocated so far
@@ -509,7 +539,7 @@ class NativeEngine:
                     else RuntimeError(f"engine stopped: {error!r}")
                 )
         self._forget()
-        self.pool = BlockPool(self.blocks, self.block)
+        self.pool = self._new_pool()
 
     def _forget(self) -> None:
         """Nobody waits for anything any more."""
@@ -560,7 +590,9 @@ class NativeEngine:
 
     def _prefill(self) -> None:
         assert self.cache is not None
-        complete, hidden, tokens = prefill(self.model, self.cache, self._entering, PREFILL_TOKENS)
+        complete, hidden, tokens = prefill(
+            self.model, self.cache, self._entering, PREFILL_TOKENS, self.states
+        )
         self.stats.prompt_tokens += tokens
         if hidden is None:
             return
@@ -606,7 +638,9 @@ class NativeEngine:
         if not self._draft(self._rows, drafts):
             return False
         self._rows.longest = max(s.cached + s.ahead for s in self._decoding()) + 1
-        self._launched(self._running, self.decoder.launch(self._rows, self.cache, steps))
+        self._launched(
+            self._running, self.decoder.launch(self._rows, self.cache, steps, self.states)
+        )
         return True
 
     def _drafts(self, rows: int) -> int:

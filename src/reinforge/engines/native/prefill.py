@@ -14,6 +14,7 @@ from reinforge.engines.native.blocks import BlockPool
 from reinforge.engines.native.decode_batch import LiveSequence
 from reinforge.models.attention import KVCache, PrefillLayout, starts_of
 from reinforge.models.causal import CausalModel
+from reinforge.models.state import PieceStates, StateStore
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +28,8 @@ class SharedPrefix:
     # of its full blocks, where prefixes are remembered
     keys: list[bytes] = field(default_factory=list)
     done: int = 0  # tokens whose keys and values are in the cache
+    # in whose slot the state after them is, where the model keeps state
+    holder: LiveSequence | None = None
 
     @property
     def live(self) -> list[LiveSequence]:
@@ -63,12 +66,18 @@ def admit(
     for other in others:
         other.held.share(pool, first.held.blocks[:shared])
         other.held.grow(pool, len(fork.tokens))
+    for sequence in fitting:
+        sequence.held.enter(pool)
     fork.sequences = fork.sequences[len(fitting) :]
     return SharedPrefix(fork.tokens, fitting, fork.keys, len(known) * size)
 
 
 def prefill(
-    model: CausalModel, cache: KVCache, forks: list[SharedPrefix], budget: int
+    model: CausalModel,
+    cache: KVCache,
+    forks: list[SharedPrefix],
+    budget: int,
+    states: StateStore | None = None,
 ) -> tuple[list[SharedPrefix], Tensor | None, int]:
     """Computes the next pieces of the forks, at most about `budget` tokens.
 
@@ -76,7 +85,8 @@ def prefill(
     once per live sequence, and how many tokens were computed.
 
     A piece ends at the end of a block; what fills a block in part comes last and lies in the first
-    live sequence's own block, from where it is copied to the others.
+    live sequence's own block, from where it is copied to the others. So is the state of the first
+    one, where the model keeps `states`.
     """
     device = model.device
     size = cache.block_size
@@ -84,6 +94,9 @@ def prefill(
     for fork in forks:
         if budget <= 0:
             break
+        if states is not None and fork.holder is not fork.live[0]:
+            fork.done = 0  # the state went with the sequence that had it
+            fork.holder = fork.live[0]
         left = len(fork.tokens) - fork.done
         count = min(left, max(size, budget // size * size)) if left > budget else left
         pieces.append((fork, fork.done + count))
@@ -102,7 +115,12 @@ def prefill(
     )
     tokens = ints([t for fork, end in pieces for t in fork.tokens[fork.done : end]])
     positions = torch.cat([torch.arange(fork.done, end) for fork, end in pieces])
-    hidden = model.hidden(to_device(tokens, device), to_device(positions, device), layout)
+    hidden = model.hidden(
+        to_device(tokens, device),
+        to_device(positions, device),
+        layout,
+        None if states is None else _piece_states(states, pieces, lengths, device),
+    )
     for fork, end in pieces:
         fork.done = end
     complete = [
@@ -113,6 +131,8 @@ def prefill(
     if not complete:
         return [], None, sum(lengths)
     _copy_tails(cache, [fork for fork, _ in complete])
+    if states is not None:
+        _copy_states(states, [fork for fork, _ in complete], device)
     rows = to_device(ints([last for fork, last in complete for _ in fork.live]), device)
     return [fork for fork, _ in complete], hidden.index_select(0, rows), sum(lengths)
 
@@ -130,7 +150,31 @@ def _copy_tails(cache: KVCache, forks: list[SharedPrefix]) -> None:
     if copies:
         source, target = to_device(ints(copies), cache.keys[0].device).unbind(1)
         for part in cache.tensors:
-            part.index_copy_(0, target, part.index_select(0, source))
+            if part.numel():  # of a layer that attends
+                part.index_copy_(0, target, part.index_select(0, source))
+
+
+def _piece_states(
+    states: StateStore,
+    pieces: list[tuple[SharedPrefix, int]],
+    lengths: list[int],
+    device: torch.device,
+) -> PieceStates:
+    slots = ints([fork.live[0].held.slot for fork, _ in pieces])
+    assert all(fork.live[0].held.slot for fork, _ in pieces), "a sequence without a slot of state"
+    begun = torch.tensor([fork.done > 0 for fork, _ in pieces])
+    return PieceStates(lengths, states, to_device(slots, device), to_device(begun, device))
+
+
+def _copy_states(states: StateStore, forks: list[SharedPrefix], device: torch.device) -> None:
+    """The state at the end of a prompt, from the sequence it was computed for to its siblings."""
+    copies = [
+        (first.held.slot, other.held.slot)
+        for first, *others in (fork.live for fork in forks)
+        for other in others
+    ]
+    if copies:
+        states.copy(*to_device(ints(copies), device).unbind(1))
 
 
 def _ends(lengths: list[int]) -> list[int]:

@@ -1,0 +1,129 @@
+"""The recurrences of layers that keep state, over several sequences at once and from any state:
+`Recurrence`s of `models.state`.
+
+The gated delta rule is computed by transformers' own functions, chunk by chunk for several tokens
+and token by token for one; transformers takes the kernels of `flash-linear-attention` in their
+place where that is installed. The two of Mamba are written here: transformers' own hold a number
+for every pair of tokens, head and state, or do not begin with a state.
+
+Legend: S segments, L their padded length, H heads, D size of a key, V size of a value; of Mamba P
+size of a head, G groups of heads, E size of a state, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64  # tokens
+
+
+def _quiet(x: Tensor, real: Tensor | None) -> Tensor:
+    """0 at pads."""
+    if real is None:
+        return x
+    return x.masked_fill(~real.view(*real.shape, *[1] * (x.ndim - 2)), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """The gated delta rule (2412.06464): S_t = exp(g_t) S_{t-1} (1 - b_t k_t k_t') + b_t k_t v_t'.
+
+    With g = b = 0 a token leaves the state as it is: so do pads.
+    """
+
+    by_chunk: Callable[..., Any]
+    by_token: Callable[..., Any]
+    normed: bool  # queries and keys are normed
+
+    def __call__(
+        self, parts: Sequence[Tensor], real: Tensor | None, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Parts: queries and keys [S, L, H, D], values [S, L, H, V], g and beta [S, L, H]."""
+        query, key, value, decay, beta = parts
+        rule = self.by_token if query.shape[1] == 1 else self.by_chunk
+        out, final = rule(
+            query,
+            key,
+            value,
+            g=_quiet(decay, real),
+            beta=_quiet(beta, real),
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=self.normed,
+        )
+        return out, final
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpace:
+    """Mamba-2 (2405.21060): S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t', y_t = S_t C_t, in chunks.
+
+    With dt = 0 a token leaves the state as it is: so do pads.
+    """
+
+    A: Tensor  # [H] negative
+
+    def __call__(
+        self, parts: Sequence[Tensor], real: Tensor | None, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Parts: x [S, L, H, P], dt [S, L, H], B and C [S, L, G, E]. The state is [S, H, P, E]."""
+        x, dt, B, C = (part.float() for part in parts)
+        length = x.shape[1]
+        heads = x.shape[2]
+        dt = _quiet(dt, real)
+        chunk = min(CHUNK, length)
+        pad = -length % chunk
+
+        def chunked(part: Tensor) -> Tensor:
+            """[S, n, H, chunk, ...]"""
+            part = F.pad(part, (*[0, 0] * (part.ndim - 2), 0, pad))
+            return part.unflatten(1, (-1, chunk)).transpose(2, 3)
+
+        B, C = (chunked(part.repeat_interleave(heads // part.shape[2], 2)) for part in (B, C))
+        inputs = chunked(x * dt[..., None])
+        decay = chunked(dt * self.A.float()).cumsum(-1)  # [S, n, H, chunk] in logs, from its start
+        between = decay[..., :, None] - decay[..., None, :]
+        later = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).triu(1)
+        seen = (C @ B.transpose(-1, -2)) * between.masked_fill(later, float("-inf")).exp()
+        out = seen @ inputs  # what comes from tokens of the same chunk
+        left = (decay[..., -1:] - decay).exp()[..., None]
+        added = inputs.transpose(-1, -2) @ (B * left)  # [S, n, H, P, E]
+        kept = decay[..., -1].exp()[..., None, None]
+        reached = C * decay.exp()[..., None]
+        now = torch.zeros_like(added[:, 0]) if state is None else state.float()
+        past = []
+        for i in range(out.shape[1]):
+            past.append(reached[:, i] @ now.transpose(-1, -2))
+            now = kept[:, i] * now + added[:, i]
+        out = (out + torch.stack(past, 1)).transpose(2, 3).flatten(1, 2)
+        return out[:, :length], now
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveScan:
+    """Mamba (2312.00752): S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t', y_t = S_t C_t, where every
+    channel has a decay of its own: token by token.
+    """
+
+    A: Tensor  # [C, E] negative
+
+    def __call__(
+        self, parts: Sequence[Tensor], real: Tensor | None, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Parts: x and dt [S, L, C], B and C [S, L, E]. The state is [S, C, E]."""
+        x, dt, B, C = (part.float() for part in parts)
+        dt = _quiet(dt, real)
+        decay = (dt[..., None] * self.A.float()).exp()
+        added = (dt * x)[..., None] * B[:, :, None]
+        now = torch.zeros_like(added[:, 0]) if state is None else state.float()
+        outs = []
+        for i in range(x.shape[1]):
+            now = decay[:, i] * now + added[:, i]
+            outs.append((now @ C[:, i, :, None])[..., 0])
+        return torch.stack(outs, 1), now
