@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from reinforge.models.attention import starts_of, varlen_attention
+from reinforge.models.attention_rule import AttentionRule
 
 SHAPES = [(14, 2, 64), (16, 16, 128), (32, 8, 128)]  # heads, key heads, head size
 TOKENS = [(512, 64), (8192, 512), (32768, 2048)]  # in the pack, in its longest segment
@@ -32,11 +33,10 @@ def public(
     key_starts: Tensor,
     longest: int,
     longest_key: int,
-    scale: float,
-    left: int,
+    rule: AttentionRule,
 ) -> Tensor:
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    window = (left, 0)
+    window = (-1 if rule.window is None else rule.window - 1, 0)
     return varlen_attn(
         q,
         k,
@@ -45,7 +45,7 @@ def public(
         key_starts,
         longest,
         longest_key,
-        scale=scale,
+        scale=rule.scale,
         window_size=window,
         **grouped,
     )
@@ -97,7 +97,7 @@ def main() -> None:
             )
             continue
         for total, longest in TOKENS:
-            for window in (-1, longest // 4):
+            for window in (None, longest // 4):
                 torch.manual_seed(0)
                 lengths = segments(total, longest)
                 starts = starts_of(lengths, device)
@@ -108,7 +108,8 @@ def main() -> None:
                     for n in (heads, kv_heads, kv_heads)
                 )
                 grad = torch.randn_like(q)
-                rest = (starts, starts, max(lengths), max(lengths), size**-0.5, window)
+                rule = AttentionRule(size**-0.5, window=window)
+                rest = (starts, starts, max(lengths), max(lengths), rule)
                 a, ms_a, launch_a = measure(varlen_attention, [q, k, v], grad, rest)
                 b, ms_b, launch_b = measure(public, [q, k, v], grad, rest)
                 apart = max(float((x - y).abs().max()) for x, y in zip(a[1:], b[1:], strict=True))

@@ -60,12 +60,9 @@ CASES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "qwen3_5": ("qwen3_5", SHORT, None),
     "nemotron_h": ("nemotron_h", SHORT, None),
     "rwkv": ("rwkv", NARROW, "RwkvForCausalLM cannot be trained here: its layers keep state"),
-    "llama4": ("llama4", NARROW, "Llama4ForCausalLM cannot be trained here: it attends in chunks"),
-    "deepseek_v3": (
-        "deepseek_v3",
-        (),
-        "keys of layer 0 have heads of 16 numbers and its values of 8",
-    ),
+    "llama4": ("llama4", SHORT, None),
+    "deepseek_v3": ("deepseek_v3", SHORT, None),
+    "gpt_oss": ("gpt_oss", SHORT, None),
 }
 
 

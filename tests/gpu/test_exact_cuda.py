@@ -23,7 +23,7 @@ from reinforge.core.sample import Sample
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.native.drafts import Speculation
 from reinforge.models import exact_tiles, fused_decode
-from reinforge.models.attention import KVCache, Segments, rotate, starts_of
+from reinforge.models.attention import KVCache, KVShape, Segments, rotate, starts_of
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 from reinforge.models.exact_proof import prove
@@ -207,7 +207,8 @@ def test_rotation_has_the_bits_of_torch(
     angles = torch.randn(32, size, device=DEVICE)
     rope = (angles.cos().to(dtype), angles.sin().to(dtype))
     caches = [
-        KVCache.allocate([(kv_heads, size)], 8, 16, dtype, torch.device(DEVICE)) for _ in range(2)
+        KVCache.allocate([KVShape(kv_heads, size, size)], 8, 16, dtype, torch.device(DEVICE))
+        for _ in range(2)
     ]
     got, got_k = rotate_and_store(
         q, k, v, caches[0].keys[0], caches[0].values[0], tables, cached, rope

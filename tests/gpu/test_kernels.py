@@ -9,6 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 from helpers import needs
 from reinforge.engines.native.sampler import draw, uniform
-from reinforge.models.attention import KVCache, PagedLayout
+from reinforge.models.attention import KVCache, KVShape, PagedLayout
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.fp8 import E4M3, Fp8Rows
 from reinforge.models.head import LogitRule, gradient, statistics
@@ -74,6 +75,27 @@ def test_tiles_that_come_by_a_descriptor(
     assert None not in made and len(made) == 1
 
 
+@pytest.mark.parametrize(("size", "value_size"), [(64, 64), (24, 16), (16, 40), (192, 128)])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_sinks_and_values_of_another_size(
+    size: int, value_size: int, window: int | None, parts: int
+) -> None:
+    """gpt-oss has sinks, latent attention has values of fewer numbers."""
+    sinks = torch.linspace(-2.0, 4.0, 6, device=DEVICE)
+    for each in (None, sinks):
+        rule = AttentionRule(0.2, window=window, sinks=each)
+        lengths = [0, 1, 63, 130]
+        compare_with_torch(size, 6, 2, rule, lengths, 16, value_size=value_size, parts=parts)
+
+
+@pytest.mark.parametrize("chunk", [8, 40])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_chunks(chunk: int, parts: int) -> None:
+    rule = AttentionRule(0.2, chunk=chunk)
+    compare_with_torch(16, 6, 2, rule, [0, 7, 8, 39, 40, 130], 16, parts=parts)
+
+
 def compare_with_torch(
     size: int,
     heads: int,
@@ -81,20 +103,25 @@ def compare_with_torch(
     rule: AttentionRule,
     lengths: list[int],
     block: int,
+    *,
+    value_size: int | None = None,
+    parts: int = 1,
 ) -> None:
     from reinforge.models.kernels.paged_attention import paged_decode
 
     torch.manual_seed(0)
     width = max(lengths) // block + 2
+    shape = KVShape(kv_heads, size, value_size or size)
     cache = KVCache.allocate(
-        [(kv_heads, size)], len(lengths) * width, block, torch.float32, torch.device(DEVICE)
+        [shape], len(lengths) * width, block, torch.float32, torch.device(DEVICE)
     )
     for part in (cache.keys[0], cache.values[0]):
         part.normal_()
     tables = torch.randperm(len(lengths) * width).view(len(lengths), width).to(DEVICE)
     cached = torch.tensor(lengths, device=DEVICE)
     q, k, v = (
-        torch.randn(len(lengths), n, size, device=DEVICE) for n in (heads, kv_heads, kv_heads)
+        torch.randn(len(lengths), *rest, device=DEVICE)
+        for rest in ((heads, size), (kv_heads, size), (kv_heads, shape.value))
     )
     wide = KVCache([cache.keys[0].double().cpu()], [cache.values[0].double().cpu()], block)
     want = PagedLayout(wide, tables.cpu(), cached.cpu()).attend(
@@ -102,12 +129,13 @@ def compare_with_torch(
         q.double().cpu(),
         k.double().cpu(),
         v.double().cpu(),
-        rule,
+        replace(rule, sinks=None if rule.sinks is None else rule.sinks.cpu()),
     )
-    got = paged_decode(q, k, v, cache.keys[0], cache.values[0], tables, cached, rule)
+    got = paged_decode(q, k, v, cache.keys[0], cache.values[0], tables, cached, rule, parts=parts)
     torch.testing.assert_close(got.double().cpu(), want, atol=2e-5, rtol=1e-4)
-    # the new key is where it belongs, and nowhere else
+    # the new key and its value are where they belong, and nowhere else
     torch.testing.assert_close(cache.keys[0].double().cpu(), wide.keys[0])
+    torch.testing.assert_close(cache.values[0].double().cpu(), wide.values[0])
 
 
 def paged(
@@ -116,7 +144,7 @@ def paged(
     """A cache of random numbers, block tables and lengths."""
     rows = len(lengths)
     cache = KVCache.allocate(
-        [(kv_heads, size)], rows * width, block, torch.float32, torch.device(DEVICE)
+        [KVShape(kv_heads, size, size)], rows * width, block, torch.float32, torch.device(DEVICE)
     )
     for part in (cache.keys[0], cache.values[0]):
         part.normal_()
@@ -183,7 +211,7 @@ def test_a_cache_in_fp8(size: int, parts: int, rule: AttentionRule) -> None:
     lengths = [0, 1, 15, 16, 33, 300]
     width = 20
     rows = len(lengths)
-    twin = KVCache.allocate([(2, size)], rows * width, 16, E4M3, torch.device("cpu"))
+    twin = KVCache.allocate([KVShape(2, size, size)], rows * width, 16, E4M3, torch.device("cpu"))
     every = torch.arange(rows * width * 16)
     # powers of two times few bits, which every way to round keeps
     k, v = (torch.randint(-7, 8, (len(every), 2, size)) * 0.25 for _ in range(2))

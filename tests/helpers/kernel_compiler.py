@@ -132,6 +132,18 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
         paged_attention.paged_decode(
             q, k, k, cache, cache, tables, cached, AttentionRule(0.1, window=64, softcap=30.0)
         )
+        wide = torch.zeros(rows, heads, 192, dtype=half)
+        narrow = torch.zeros(4, GPU_BLOCK, kv_heads, 128, dtype=half)
+        paged_attention.paged_decode(
+            wide,
+            wide[:, :kv_heads],
+            wide[:, :kv_heads, :128],
+            torch.zeros(4, GPU_BLOCK, kv_heads, 192, dtype=half),
+            narrow,
+            tables,
+            cached,
+            AttentionRule(0.1, sinks=torch.zeros(heads, dtype=half)),
+        )
         done = torch.zeros(rows, dtype=torch.bool)
         draw.advance(cached, cached, cached, cached, cached, done, tables[:, :3].contiguous())
         for logits in (torch.zeros(rows, 151936, dtype=half), torch.zeros(rows, 151936)):

@@ -121,6 +121,58 @@ RIGHT: dict[str, Make] = {
     # every fourth layer has no rotary embedding
     "smollm3": ("SmolLM3Config", {**_BASE, "num_hidden_layers": 4}),
     "gpt_neox": ("GPTNeoXConfig", {k: v for k, v in _BASE.items() if k != "num_key_value_heads"}),
+    # layers that do not hand on what they are given
+    "stablelm": ("StableLmConfig", _BASE),
+    "nemotron": ("NemotronConfig", {**_BASE, "head_dim": 8}),
+    # keys and values of different sizes
+    "deepseek_v2": ("DeepseekV2Config", {**_BASE, **_LATENT, "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3Config", {**_BASE, **_LATENT}),
+    # sinks
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **_BASE,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+        },
+    ),
+    "granite_swa": (
+        "GraniteSWAConfig",
+        {**_BASE, "sliding_window": WINDOW, "attention_multiplier": 0.35},
+    ),
+    # chunks in three of four layers; the fourth has no rotary embedding and scales its queries
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **_BASE,
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 2,
+            "attention_chunk_size": 8,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+        },
+    ),
+    # sinks and values of another size
+    "mimo_v2": (
+        "MiMoV2FlashConfig",
+        {
+            **_BASE,
+            "head_dim": 16,
+            "v_head_dim": 8,
+            "sliding_window": WINDOW,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+                for kind in ("full_attention", "sliding_attention")
+            },
+        },
+    ),
 }
 
 # layers that keep state beside keys and values
@@ -276,32 +328,10 @@ REFUSED: dict[str, Make] = {
             eos_token_id=2,
         ),
     ),
-    "stablelm": ("StableLmConfig", _BASE),
-    "nemotron": ("NemotronConfig", {**_BASE, "head_dim": 8}),
-    "llama4": (
-        "Llama4TextConfig",
-        {
-            **_BASE,
-            "head_dim": 8,
-            "intermediate_size_mlp": 64,
-            "num_local_experts": 2,
-            "attention_chunk_size": 8,
-        },
-    ),
     "deepseek_v32": ("DeepseekV32Config", {**_BASE, **_LATENT, **_INDEX}),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**_BASE, **_LATENT, **_INDEX}),
     "diffllama": ("DiffLlamaConfig", _BASE),
     "doge": ("DogeConfig", {**_BASE, "keep_window_size": 8}),
-    "gpt_oss": (
-        "GptOssConfig",
-        {
-            **_BASE,
-            "head_dim": 8,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": WINDOW,
-        },
-    ),
     "bloom": (
         "BloomConfig",
         dict(
@@ -321,13 +351,7 @@ REFUSED: dict[str, Make] = {
     ),
 }
 
-# these can be trained, but keys and values of different sizes do not fit the native engine's cache
-UNEQUAL: dict[str, Make] = {
-    "deepseek_v2": ("DeepseekV2Config", {**_BASE, **_LATENT, "topk_method": "greedy"}),
-    "deepseek_v3": ("DeepseekV3Config", {**_BASE, **_LATENT}),
-}
-
-ALL = RIGHT | STATEFUL | REFUSED | UNEQUAL
+ALL = RIGHT | STATEFUL | REFUSED
 
 
 def make_config(name: str, **changes: Any) -> Any:
@@ -356,9 +380,11 @@ def make_architecture(
             make_config(name, **changes), attn_implementation="eager"
         )
     with torch.no_grad():
-        for p in module.parameters():
+        for part, p in module.named_parameters():
             if p.ndim > 1:
                 p.mul_(spread)
+            elif part.endswith("sinks"):  # each head its own, of the size of scores
+                p.copy_(torch.linspace(-1.0, 2.0, len(p)))
     return module.eval().to(dtype)
 
 

@@ -86,8 +86,8 @@ def saved(f: ModelFacts) -> dict[str, int]:
     attention = {
         "q": b * q,
         "k": b * k,
-        "v": b * k,
-        "attention": b * q,
+        "v": b * f.value,
+        "attention": b * f.attended,
         "attention_sums": FLOAT * f.heads,
     }
     gate = {"gate": b * inner, "activated": b * inner} if f.gated else {"activated": b * inner}
@@ -147,8 +147,9 @@ def fp8_bytes(f: ModelFacts) -> int:
 
 def kv_token_bytes(f: ModelFacts, fp8: bool = False) -> int:
     """`fp8`: one byte a number, and a float32 for each head."""
-    of_layer = f.key + FLOAT * f.kv_heads if fp8 else f.key * f.itemsize
-    return 2 * f.layers * of_layer
+    numbers = f.key + f.value
+    of_layer = numbers + 2 * FLOAT * f.kv_heads if fp8 else numbers * f.itemsize
+    return f.layers * of_layer
 
 
 def kv_pool_bytes(

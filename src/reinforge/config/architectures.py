@@ -15,7 +15,14 @@ STATEFUL = frozenset({"conv", "linear_attention", "mamba", "hybrid"})
 # these keep state too, and do not list their layers
 RECURRENT = frozenset({"bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2"})
 # of layers that a pack and a paged cache know
-KINDS = frozenset({"full_attention", "sliding_attention", "attention", "mlp", "moe"}) | STATEFUL
+KINDS = STATEFUL | {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "attention",
+    "mlp",
+    "moe",
+}
 
 OWN = (
     "its layers have an attention of their own making, which sees neither packs nor the paged cache"
@@ -32,10 +39,7 @@ PREFIXES = (
     "layers of this model keep state beside keys and values, which is not known in the middle of a"
     " prompt: every prompt is computed from its beginning"
 )
-DROPS = "its layers do not hand on what our attention needs to know"
 SPARSE = "its attention picks tokens by an index of its own, which a pack does not have"
-SINKS = "it uses attention sinks, which the native attention does not know"
-CHUNKS = "it attends in chunks, which the native attention does not know"
 
 KNOWN: dict[str, str] = {
     **dict.fromkeys(
@@ -53,15 +57,12 @@ KNOWN: dict[str, str] = {
         OWN,
     ),
     **dict.fromkeys(("minimax", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"), STATE),
-    **dict.fromkeys(("nemotron", "stablelm"), DROPS),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SPARSE),
-    **dict.fromkeys(("llama4", "llama4_text"), CHUNKS),
     "diffllama": "it attends twice in each layer, which the paged cache does not know",
     "doge": (
         "it changes the mask of its attention by what it reads, which the native attention does not"
         " know"
     ),
-    "gpt_oss": SINKS,
 }
 
 
@@ -71,10 +72,7 @@ def refusal(config: Mapping[str, Any]) -> str | None:
     for name in (config.get("model_type"), text.get("model_type")):
         if name in KNOWN:
             return KNOWN[name]
-    kinds = _kinds(text)
-    if "chunked_attention" in kinds:
-        return CHUNKS
-    return STATE if kinds - KINDS else None
+    return STATE if _kinds(text) - KINDS else None
 
 
 def keeps_state(config: Mapping[str, Any]) -> bool:
@@ -83,25 +81,6 @@ def keeps_state(config: Mapping[str, Any]) -> bool:
     """
     text = _text(config)
     return text.get("model_type") in RECURRENT or bool(_kinds(text) & STATEFUL)
-
-
-def engine_refusal(config: Mapping[str, Any]) -> str | None:
-    """Why the native engine cannot generate with such a model, though it can be trained on given
-    texts; None: nothing is known.
-    """
-    text = _text(config)
-    plain, rotary, value = (
-        text.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    )
-    if (
-        not (isinstance(plain, int) and isinstance(rotary, int) and isinstance(value, int))
-        or plain + rotary == value
-    ):
-        return None
-    return (
-        f"its keys have heads of {plain + rotary} numbers and its values of {value}, and the cache"
-        " holds equal ones only"
-    )
 
 
 def _kinds(text: Mapping[str, Any]) -> set[str]:

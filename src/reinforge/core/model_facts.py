@@ -29,6 +29,7 @@ class ModelFacts:
     head_dim: int
     vocab: int
     tied: bool
+    value_dim: int | None = None  # of a head's values; None: as of its keys
     itemsize: int = 2
     rank: int | None = None  # of an adapter; None: all weights are trained
     targets: tuple[str, ...] | None = None  # modules with an adapter; None: all linear ones
@@ -66,13 +67,16 @@ class ModelFacts:
             or first("intermediate_size", "ffn_dim", "n_inner")
             or 4 * hidden
         )
+        # of latent attention, whose cache holds keys and values of all heads
+        latent = (first("qk_nope_head_dim") or 0) + (first("qk_rope_head_dim") or 0)
         found = {
             "layers": first("num_hidden_layers") or 1,
             "hidden": hidden,
             "inner": inner,
             "heads": heads,
-            "kv_heads": first("num_key_value_heads") or heads,
-            "head_dim": first("head_dim") or hidden // heads,
+            "kv_heads": heads if latent else first("num_key_value_heads") or heads,
+            "head_dim": latent or first("head_dim") or hidden // heads,
+            "value_dim": first("v_head_dim"),
             "vocab": first("vocab_size") or 1,
             "tied": bool(getattr(config, "tie_word_embeddings", False)),
             "experts": experts,
@@ -89,6 +93,15 @@ class ModelFacts:
     def key(self) -> int:
         return self.kv_heads * self.head_dim
 
+    @property
+    def value(self) -> int:
+        return self.kv_heads * (self.value_dim or self.head_dim)
+
+    @property
+    def attended(self) -> int:
+        """What attention gives."""
+        return self.heads * (self.value_dim or self.head_dim)
+
     def linears(self) -> dict[str, tuple[int, int, int]]:
         """(inputs, outputs, how many) of each matrix of a layer.
 
@@ -101,8 +114,8 @@ class ModelFacts:
         return {
             "q_proj": (self.hidden, self.query, 1),
             "k_proj": (self.hidden, self.key, 1),
-            "v_proj": (self.hidden, self.key, 1),
-            "o_proj": (self.query, self.hidden, 1),
+            "v_proj": (self.hidden, self.value, 1),
+            "o_proj": (self.attended, self.hidden, 1),
             **({"gate_proj": mlp["up_proj"]} if self.gated else {}),
             **mlp,
         }

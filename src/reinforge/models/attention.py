@@ -6,18 +6,18 @@ transformers hands us q, k, v after projections and rotary embedding, whatever t
 `PackedLayout` is sequences end to end (training, scoring, prefill); `PagedLayout` is one new token
 for each of B sequences whose past lies in cache blocks (decoding).
 
-Legend: N tokens, B sequences, H query heads, K key/value heads, G = H / K, D head size, L padded
-length.
+Legend: N tokens, B sequences, H query heads, K key/value heads, G = H / K, D head size (of values
+it may be another one), L padded length.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,8 @@ def _attention(
     layout: AttentionLayout | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    places: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     assert layout is not None, (
@@ -64,20 +66,18 @@ def _attention(
         " instead of with CausalModel.hidden"
     )
     assert q.shape[0] == 1, f"packed forward has batch size 1, got {q.shape[0]}"
-    if kwargs.get("s_aux") is not None:
-        raise InputError(
-            "this architecture uses attention sinks, which the native attention does not know.",
-            where="model.path",
-            fix="Use another model.",
-        )
     if attention_mask is not None:
         _hear(module, attention_mask, sliding_window)
     if sliding_window is None:
         sliding_window = getattr(module, WINDOW, None)
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        q = retuned(module, q, places)
     rule = AttentionRule(
         scale=q.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=sliding_window,
+        chunk=getattr(module, CHUNK, None),
         softcap=softcap,
+        sinks=s_aux,
     )
     out = layout.attend(
         int(module.layer_idx),
@@ -95,14 +95,16 @@ def _attention(
 # mask alone, so once, before a model is used, a mask is asked for and what it says is written down
 # on each attention layer.
 
-# on an attention layer: the window of its mask; None: it sees everything before it
+# on an attention layer: the window or the chunk of its mask; both None: it sees everything before
 WINDOW = "mask_window"
+CHUNK = "mask_chunk"
 
 
 class _Mask(Tensor):
-    """The mask that transformers would have made, and its window."""
+    """The mask that transformers would have made, and its window or its chunk."""
 
     window: int | None
+    chunk_size: int | None
 
 
 def _make_mask(*, mask_function: Any, local_size: int | None = None, **kwargs: Any) -> Tensor:
@@ -114,15 +116,15 @@ def _make_mask(*, mask_function: Any, local_size: int | None = None, **kwargs: A
     )
     assert made is not None, "a mask was asked for"
     mask = made.as_subclass(_Mask)
-    mask.window = window_of(mask_function, local_size, mask.device)
+    mask.window, mask.chunk_size = extent_of(mask_function, local_size, mask.device)
     return mask
 
 
-def window_of(
+def extent_of(
     mask_function: Any, size: int | None, device: torch.device | None = None
-) -> int | None:
-    """The window of a mask of transformers, looked at around its edge: None where each token sees
-    all before it. Refuses others.
+) -> tuple[int | None, int | None]:
+    """The window of a mask of transformers or its chunk, looked at around its edge: both None where
+    each token sees all before it. Refuses others.
     """
     reach = size if size is not None else 1 << 20
     at = torch.tensor([0, 1, 2, reach - 1, reach, reach + 1, 2 * reach + 1], device=device)
@@ -131,19 +133,23 @@ def window_of(
     seen = mask_function(zero, zero, q, k)
     causal = k <= q
     if torch.equal(seen, causal):
-        return None
+        return None, None
     if size is not None and torch.equal(seen, causal & (q - k < size)):
-        return size
+        return size, None
+    if size is not None and torch.equal(seen, causal & (q // size == k // size)):
+        return None, size
     raise InputError(
-        "this architecture's attention is neither causal nor causal within a sliding window: it"
-        " attends in chunks or in both directions.",
+        "this architecture's attention is neither causal nor causal within a window or a chunk: it"
+        " attends in both directions, or by another rule.",
         where="model.path",
         fix="Use another model.",
     )
 
 
 def _hear(module: Any, mask: Any, sliding_window: int | None) -> None:
-    """Writes the window of a layer's mask down. What the layer says itself must be the same."""
+    """Writes the window or the chunk of a layer's mask down. What the layer says itself must be the
+    same.
+    """
     if not isinstance(mask, _Mask) or not hasattr(mask, "window"):
         raise InputError(
             f"layer {module.layer_idx} attends under a mask of its own making, which the native"
@@ -152,6 +158,7 @@ def _hear(module: Any, mask: Any, sliding_window: int | None) -> None:
             fix="Use another model.",
         )
     setattr(module, WINDOW, mask.window)
+    setattr(module, CHUNK, mask.chunk_size)
     if sliding_window is not None and sliding_window != mask.window:
         raise InputError(
             f"layer {module.layer_idx} says that its window is {sliding_window}, and its mask says"
@@ -176,9 +183,24 @@ def hear_masks() -> Iterator[None]:
 
 
 def windows(trunk: Any) -> list[int]:
-    """The windows that layers of a model have, as their masks said."""
-    found = {getattr(part, WINDOW, None) for part in trunk.modules()}
+    """The windows and chunks that layers of a model have, as their masks said."""
+    found = {getattr(part, key, None) for part in trunk.modules() for key in (WINDOW, CHUNK)}
     return sorted(w for w in found if w is not None)
+
+
+def retuned(module: Any, q: Tensor, places: Tensor | None) -> Tensor:
+    """Queries [1, H, N, D] of a layer of Llama 4 without rotary embedding, whose scale grows with
+    the logarithm of the position (2501.19399). The layer takes the place in the forward for the
+    position; `places` [N] are the positions.
+    """
+    assert places is not None, "the positions of the tokens are not handed on"
+
+    def scale(at: Tensor) -> Tensor:
+        steps = torch.floor((at.float() + 1.0) / module.floor_scale)
+        return torch.log1p(steps) * module.attn_scale + 1.0
+
+    taken = scale(torch.arange(q.shape[2], device=q.device))
+    return (q * (scale(places) / taken)[:, None]).to(q.dtype)
 
 
 _compiled = False
@@ -206,11 +228,13 @@ def dense_attention(
     *,
     mask: Tensor | None,
     causal: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [B, H, Lq, D], k and v [B, K, L, D]. softmax(softcap(q·k·scale) + mask)·v with grouped
-    heads; mask True = attend. The rule's window is the caller's, in the mask.
+    heads; mask True = attend. The rule's window and its sinks are the caller's: in the mask, and as
+    a tensor that fits [B, H, Lq, 1].
     """
-    if rule.softcap is None:
+    if rule.softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -222,12 +246,17 @@ def dense_attention(
         )
     groups = q.shape[1] // k.shape[1]
     scores = torch.matmul(q, k.repeat_interleave(groups, 1).transpose(-1, -2)) * rule.scale
-    scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
     if causal and mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.matmul(scores.float().softmax(-1).to(v.dtype), v.repeat_interleave(groups, 1))
+    scores = scores.float()
+    if sinks is not None:  # one more column, whose value is 0
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
+    return torch.matmul(weights, v.repeat_interleave(groups, 1))
 
 
 def tile_runs(queries: list[int], keys: list[int]) -> list[tuple[int, int]]:
@@ -281,31 +310,64 @@ class Segments:
     key_lengths: list[int]
     key_starts: Tensor
     _cut: list[_Tile] | None = field(init=False, default=None)
+    # by the size of chunks: their segments, and which keys those see
+    _chunked: dict[int, tuple[Segments, Tensor]] = field(init=False, default_factory=dict)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """q [N, H, D], k and v [sum of key lengths, K, D] -> [N, H, D]."""
-        if rule.softcap is None and v.shape[-1] == q.shape[-1] and self._varlen(q):
-            left = -1 if rule.window is None else rule.window - 1
-            return varlen_attention(
+        if rule.chunk is not None and max(self.key_lengths) > rule.chunk:
+            if rule.chunk not in self._chunked:
+                self._chunked[rule.chunk] = self._by_chunk(rule.chunk)
+            parts, seen = self._chunked[rule.chunk]
+            k, v = (x.index_select(0, seen) for x in (k, v))
+            return parts.attend(q, k, v, replace(rule, chunk=None))
+        if rule.softcap is None and v.shape[-1] <= q.shape[-1] and self._varlen(q, rule):
+            narrow = q.shape[-1] - v.shape[-1]
+            out = varlen_attention(
                 q,
                 k,
-                v,
+                F.pad(v, (0, narrow)) if narrow else v,
                 self.starts,
                 self.key_starts,
                 max(self.lengths),
                 max(self.key_lengths),
-                rule.scale,
-                left,
+                rule,
             )
+            return out[..., : v.shape[-1]]
         if self._cut is None:
             self._cut = self._tiles()
         outs = [_attend_tile(tile, q, k, v, rule) for tile in self._cut]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _varlen(self, q: Tensor) -> bool:
-        """Sequences of one length are served best by the dense kernel."""
+    def _by_chunk(self, size: int) -> tuple[Segments, Tensor]:
+        """The same queries as segments that end where a chunk does, each of which sees the keys of
+        its chunk; and which of all keys those are.
+        """
+        lengths = []
+        key_lengths = []
+        seen = []
+        key_at = 0
+        for n, keys in zip(self.lengths, self.key_lengths, strict=True):
+            at = keys - n  # the position of the next query
+            while at < keys:
+                begin = at // size * size
+                end = min(keys, begin + size)
+                lengths.append(end - at)
+                key_lengths.append(end - begin)
+                seen.append(torch.arange(key_at + begin, key_at + end))
+                at = end
+            key_at += keys
+        device = self.starts.device
+        starts = (starts_of(lengths, device), starts_of(key_lengths, device))
+        found = Segments(lengths, starts[0], key_lengths, starts[1])
+        return found, to_device(torch.cat(seen), device)
+
+    def _varlen(self, q: Tensor, rule: AttentionRule) -> bool:
+        """Sequences of one length are served best by the dense kernel, which knows no sinks."""
         runs = 1 + sum(a != b for a, b in itertools.pairwise(self.lengths))
         even = self.key_lengths is self.lengths and runs <= EVEN_RUNS
+        if rule.sinks is not None:
+            even = max(self.lengths) == 1  # the kernel gives its sums in another order then
         return (
             q.is_cuda
             and q.dtype in (torch.bfloat16, torch.float16)
@@ -358,7 +420,8 @@ def _attend_tile(tile: _Tile, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRu
         mask = ((distance >= 0) & (distance < (rule.window or n_keys + 1)))[:, None]
     tq = rows(q, tile.queries, tile.query_index, n_queries)
     tk, tv = (rows(x, tile.keys, tile.key_index, n_keys) for x in (k, v))
-    out = dense_attention(tq, tk, tv, rule, mask=mask, causal=True).transpose(1, 2)
+    sinks = None if rule.sinks is None else rule.sinks[:, None, None]
+    out = dense_attention(tq, tk, tv, rule, mask=mask, causal=True, sinks=sinks).transpose(1, 2)
     out = out.reshape(tile.rows * n_queries, out.shape[2], out.shape[3])
     return out if tile.real is None else out.index_select(0, tile.real)
 
@@ -431,35 +494,106 @@ def varlen_attention(
     key_starts: Tensor,
     longest: int,
     longest_key: int,
-    scale: float,
-    left: int,
+    rule: AttentionRule,
 ) -> Tensor:
     """Causal attention of segments of any lengths in one kernel (torch's flash attention).
 
-    The last query of a segment sees its last key; `left` keys before a query's own are visible, -1
-    = all. q [N, H, D], k and v [Nk, K, D].
+    The last query of a segment sees its last key. q [N, H, D], k and v [Nk, K, D].
     """
-    return torch.ops.aten._flash_attention_forward(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        starts,
-        key_starts,
-        longest,
-        longest_key,
-        0.0,
-        True,
-        False,
-        scale=scale,
-        window_size_left=left if left >= 0 else None,
-        window_size_right=0 if left >= 0 else None,
-    )[0]
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    lengths = (starts, key_starts, longest, longest_key)
+    if rule.sinks is None:
+        return _flash_forward(q, k, v, lengths, rule)[0]
+    out: Tensor = _FlashWithSinks.apply(q, k, v, rule.sinks, lengths, rule)
+    return out
+
+
+_Lengths = tuple[Tensor, Tensor, int, int]  # starts of queries and of keys, the longest of both
+
+
+def _flash_options(rule: AttentionRule) -> dict[str, Any]:
+    """A window is told as the keys before a query's own that it sees."""
+    window = {} if rule.window is None else {"window_size_left": rule.window - 1}
+    return {"scale": rule.scale, **window, **({"window_size_right": 0} if window else {})}
+
+
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: _Lengths, rule: AttentionRule
+) -> tuple[Tensor, ...]:
+    """Output [N, H, D], log-sum-exp [H, N] of the scores, and what the backward wants back."""
+    found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
+        q, k, v, *lengths, 0.0, True, False, **_flash_options(rule)
+    )
+    return found
+
+
+def _flash_backward(
+    g: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    found: tuple[Tensor, Tensor, Tensor, Tensor],
+    lengths: _Lengths,
+    rule: AttentionRule,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v; `found` is what the forward gave."""
+    out, lse, seed, unused = found
+    grads: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
+        g, *inputs, out, lse, *lengths, 0.0, True, seed, unused, **_flash_options(rule)
+    )
+    return grads
+
+
+class _FlashWithSinks(torch.autograd.Function):
+    """Flash attention with one more column of the softmax, whose score is a parameter and whose
+    value is 0.
+
+    With l the log-sum-exp of the scores and s the sink, the output is that of the kernel times
+    sigmoid(l - s). The backward of flash attention is P (dP - sum(dO·O)) with P = exp(S - l): given
+    the log-sum-exp and the output of the wider softmax it is that of the wider softmax, and that of
+    the sink's column is -exp(s - l)·sum(dO·O).
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, lengths, rule):  # type: ignore[no-untyped-def]
+        out, lse, seed, unused, _ = _flash_forward(q, k, v, lengths, rule)
+        assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of shape {tuple(lse.shape)}"
+        share = torch.sigmoid(lse - sinks.float()[:, None]).transpose(0, 1)[..., None]
+        out = (out * share).to(out.dtype)
+        lse = torch.logaddexp(lse, sinks.float()[:, None])
+        ctx.save_for_backward(q, k, v, sinks, out, lse, seed, unused, *lengths[:2])
+        ctx.longest = lengths[2:]
+        ctx.rule = rule
+        return out
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        q, k, v, sinks, out, lse, seed, unused, *starts = ctx.saved_tensors
+        lengths = (*starts, *ctx.longest)
+        grads = _flash_backward(
+            g.contiguous(), (q, k, v), (out, lse, seed, unused), lengths, ctx.rule
+        )
+        met = (g.float() * out.float()).sum(-1).transpose(0, 1)  # [H, N]
+        of_sinks = -(torch.exp(sinks.float()[:, None] - lse) * met).sum(-1)
+        return *grads, of_sinks.to(sinks.dtype), None, None
+
+
+class KVShape(NamedTuple):
+    """Heads of a layer's cache, and how many numbers each has of a key and of a value."""
+
+    heads: int
+    key: int
+    value: int
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> KVShape:
+        """Of k [N, K, D] and v [N, K, D]."""
+        return cls(k.shape[1], k.shape[2], v.shape[2])
 
 
 @dataclass(slots=True)
 class KVCache:
-    """Key/value blocks of every layer: [blocks, block_size, K, D]. In FP8 each head of a token has
-    a scale of its own; attention sees what the cache holds, that of the newest token too.
+    """Key/value blocks of every layer: [blocks, block_size, K, D], where keys and values have their
+    own D. In FP8 each head of a token has a scale of its own; attention sees what the cache holds,
+    that of the newest token too.
 
     Which block belongs to whom is the engine's business.
     """
@@ -473,36 +607,41 @@ class KVCache:
     @classmethod
     def allocate(
         cls,
-        shapes: list[tuple[int, int]],
+        shapes: Sequence[KVShape],
         blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> KVCache:
-        """`shapes` is (K, D) of each layer; `dtype`: e4m3, or that of the module."""
+        """`shapes` of all layers; `dtype`: e4m3, or that of the module."""
 
-        def make() -> list[Tensor]:
+        def make(sizes: list[int]) -> list[Tensor]:
             return [
-                torch.zeros(blocks, block_size, heads, size, dtype=dtype, device=device)
-                for heads, size in shapes
+                torch.zeros(blocks, block_size, shape.heads, size, dtype=dtype, device=device)
+                for shape, size in zip(shapes, sizes, strict=True)
             ]
 
         scales = None
         if dtype == fp8.E4M3:
             scales = [
                 (
-                    torch.zeros(blocks, heads, block_size, device=device),
-                    torch.zeros(blocks, heads, block_size, device=device),
+                    torch.zeros(blocks, shape.heads, block_size, device=device),
+                    torch.zeros(blocks, shape.heads, block_size, device=device),
                 )
-                for heads, _ in shapes
+                for shape in shapes
             ]
-        return cls(make(), make(), block_size, scales)
+        keys = make([shape.key for shape in shapes])
+        return cls(keys, make([shape.value for shape in shapes]), block_size, scales)
 
     @staticmethod
-    def token_bytes(shapes: list[tuple[int, int]], dtype: torch.dtype) -> int:
+    def token_bytes(shapes: Sequence[KVShape], dtype: torch.dtype) -> int:
         """What one token takes."""
         scale = 4 if dtype == fp8.E4M3 else 0
-        return sum(2 * heads * (size * dtype.itemsize + scale) for heads, size in shapes)
+        return sum(
+            shape.heads * (size * dtype.itemsize + scale)
+            for shape in shapes
+            for size in (shape.key, shape.value)
+        )
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -669,14 +808,19 @@ class PagedLayout:
             )
         rows, width = self.tables.shape
         past_k, past_v = (
-            x.view(rows, width * size, k.shape[1], k.shape[2]).transpose(1, 2)
+            x.view(rows, width * size, *x.shape[2:]).transpose(1, 2)
             for x in self.cache.read_blocks(layer, self.tables.reshape(-1), q.dtype)
         )
         at = torch.arange(width * size, device=q.device)[None]
         mask = at <= self.cached[:, None]
         if rule.window is not None:
             mask &= at > self.cached[:, None] - rule.window
+        if rule.chunk is not None:
+            mask &= at >= self.cached[:, None] // rule.chunk * rule.chunk
         # the G query heads of a key head are G queries of one position
         grouped = q.reshape(rows, k.shape[1], -1, k.shape[2])
-        out = dense_attention(grouped, past_k, past_v, rule, mask=mask[:, None, None], causal=False)
-        return out.reshape(rows, -1, k.shape[2])
+        sinks = None if rule.sinks is None else rule.sinks.view(k.shape[1], -1, 1)
+        out = dense_attention(
+            grouped, past_k, past_v, rule, mask=mask[:, None, None], causal=False, sinks=sinks
+        )
+        return out.reshape(rows, -1, v.shape[2])

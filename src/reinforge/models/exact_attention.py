@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from reinforge.core.errors import InputError
 from reinforge.models import exact_functions
 from reinforge.models.attention import (
     AttentionLayout,
@@ -28,6 +29,7 @@ from reinforge.models.attention import (
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.exact_tiles import KEYS, TilePlan, plan_paged, plan_segments, tile_shape
 
+REFUSED = "Set model.exact to false."
 SCORES = 1 << 14  # numbers in the tiles that a CPU works on at once
 
 
@@ -44,6 +46,20 @@ def attend(
     """q [N, H, D]; k, v [rows, K, D], or [blocks * block, K, D] with `tables` [T, W] ->
     [N, H, D]. `parts`: programs of a GPU that share the keys of a sequence in a decode step.
     """
+    if rule.sinks is not None or rule.chunk is not None:
+        what = "attends in chunks" if rule.sinks is None else "uses attention sinks"
+        raise InputError(
+            f"this model {what}, which exact attention does not know.",
+            where="model.exact",
+            fix=REFUSED,
+        )
+    if k.shape[2] != v.shape[2]:
+        raise InputError(
+            f"keys of this model have heads of {k.shape[2]} numbers and its values of {v.shape[2]};"
+            " exact attention knows equal ones only.",
+            where="model.exact",
+            fix=REFUSED,
+        )
     if q.is_cuda:
         from reinforge.models.kernels import exact as kernels
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from reinforge.core.errors import InputError
 from reinforge.core.kv_pool import block_tokens
 from reinforge.models import exact_attention
-from reinforge.models.attention import KVCache, PackedLayout, PagedLayout, starts_of
+from reinforge.models.attention import KVCache, KVShape, PackedLayout, PagedLayout, starts_of
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 
@@ -81,7 +81,7 @@ def _decoded(model: CausalModel, tokens: Tensor) -> Tensor:
     block = block_tokens(device.type)
     width = -(-len(tokens) // block)
     cache = KVCache.allocate(
-        [(k.shape[1], k.shape[2]) for k, _ in listening.kept.values()],
+        [KVShape.of(k, v) for k, v in listening.kept.values()],
         2 * width,
         block,
         model.dtype,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from reinforge.core.kv_pool import block_tokens
 from reinforge.models import decode_ops, exact_ops, fp8_layers
-from reinforge.models.attention import KVCache, PagedLayout
+from reinforge.models.attention import KVCache, KVShape, PagedLayout
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 from reinforge.models.decode_ops import DecodeOps, Projection
@@ -130,6 +130,11 @@ class FusedLayer:
             ops=exact_ops if exact else decode_ops,
         )
 
+    @property
+    def shape(self) -> KVShape:
+        """Of its cache."""
+        return KVShape(self.qkv[1].size // self.head_size, self.head_size, self.head_size)
+
     def forward(
         self,
         x: Tensor,
@@ -189,7 +194,7 @@ class FusedDecode:
         self.exact = exact
         # by how many positions they have; captured graphs read them, so none is given up
         self._ropes: dict[int, tuple[Tensor, Tensor]] = {}
-        self.shapes = [(layer.qkv[1].size // layer.head_size, layer.head_size) for layer in layers]
+        self.shapes = [layer.shape for layer in layers]
 
     @classmethod
     def of(cls, model: CausalModel) -> FusedDecode | None:
@@ -267,7 +272,7 @@ def _rope(rotary: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def trial(
-    shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device, rows: int = len(TRIAL)
+    shapes: list[KVShape], dtype: torch.dtype, device: torch.device, rows: int = len(TRIAL)
 ) -> PagedLayout:
     """Some sequences with random keys and values in a small cache, the same ones each time."""
     block = block_tokens(device.type)
@@ -311,11 +316,8 @@ def _proven(own: Any, layer: FusedLayer, rotary: Any, exact: bool) -> bool:
     fused = FusedLayer.of(copied, exact=exact)
     first_weight = fused.out.linear.weight
     device = first_weight.device
-    heads = fused.qkv[1].size // fused.head_size
     fused.index = 0
-    first, second = (
-        trial([(heads, fused.head_size)], first_weight.dtype, device) for _ in range(2)
-    )
+    first, second = (trial([fused.shape], first_weight.dtype, device) for _ in range(2))
     before = torch.randn(len(TRIAL), fused.qkv[0].linear.in_features, generator=generator)
     before = before.to(first_weight)
     with _mode(exact):
@@ -328,7 +330,7 @@ def _proven(own: Any, layer: FusedLayer, rotary: Any, exact: bool) -> bool:
             layout=listener,
         )
         after = (after[0] if isinstance(after, tuple) else after)[0]
-        if listener.asked is None:
+        if listener.asked is None or listener.asked.sinks is not None:
             return False
         for one in (layer, fused):
             one.rule = listener.asked

@@ -256,23 +256,30 @@ def _load_module(
     cfg: ModelConfig, kind: Any, where: str = "model.path", *, quantize: bool = False
 ) -> Any:
     """The transformers model of an Auto class, on its device, with every weight from the
-    checkpoint. `quantize`: to NF4 (QLoRA).
+    checkpoint. Weights in MXFP4 (gpt-oss) become plain numbers, which can be trained. `quantize`:
+    to NF4 (QLoRA).
     """
+    from transformers import Mxfp4Config
+
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)
     no_foreign_bars()
     source, kwargs = _source(cfg, where)
     check_index(Path(source), where)
+    mxfp4 = False
+    if "gguf_file" not in kwargs:
+        kwargs["config"] = load_config(cfg, where)
+        mxfp4 = _quantized_as(kwargs["config"]) == "mxfp4"
+    if mxfp4:
+        kwargs["quantization_config"] = Mxfp4Config(dequantize=True)
     if quantize:
-        if "gguf_file" in kwargs:
+        if "gguf_file" in kwargs or mxfp4:
             raise InputError(
-                "a GGUF file is quantised in its own way.",
+                f"{'an MXFP4 checkpoint' if mxfp4 else 'a GGUF file'} is quantised in its own way.",
                 where="adapter.kind",
                 fix="Use lora, or the original model.",
             )
         kwargs |= {"quantization_config": quantization(dtype), "device_map": {"": device}}
-    if "gguf_file" not in kwargs:
-        kwargs["config"] = load_config(cfg, where)
     load = partial(kind.from_pretrained, source, dtype=dtype, output_loading_info=True, **kwargs)
     module, info = _fetch("model", cfg, load, where)
     missing = sorted(info["missing_keys"])
@@ -288,10 +295,31 @@ def _load_module(
         )
     if "gguf_file" in kwargs:
         module = without_quantization(module, dtype)
+    if mxfp4:
+        module = _plain_numbers(module, dtype)
     if quantize:
         keep_unpacked(module)
         return module.eval()
     return module.to(device).eval()
+
+
+def _quantized_as(config: Any) -> str | None:
+    """The method by which a checkpoint says that its weights are quantised."""
+    named = getattr(config, "quantization_config", None)
+    found = named.get("quant_method") if isinstance(named, dict) else None
+    return None if found is None else str(found)
+
+
+def _plain_numbers(module: Any, dtype: torch.dtype) -> Any:
+    """A model that was dequantised from MXFP4, as if it had never been packed: transformers leaves
+    those weights in bfloat16, and would pack their names again when it saves them.
+    """
+    module._weight_conversions = [
+        conversion
+        for conversion in module._weight_conversions
+        if not any(name.endswith("_blocks") for name in conversion.source_patterns)
+    ]
+    return module.to(dtype)
 
 
 def load_model(

@@ -20,6 +20,7 @@ from reinforge.models.attention import AttentionLayout, PackedLayout
 from reinforge.models.exact import RowWiseMode
 from reinforge.models.exact_attention import layout as exact_layout
 from reinforge.models.exact_norm import replace_norms
+from reinforge.models.hand_on import hand_on
 from reinforge.models.mixers import holds_mixer, keeping, recomputed, replace_mixers
 from reinforge.models.sequence import SequenceSlices, SliceReading, Ulysses
 from reinforge.models.state import PackedStates, StateFlow
@@ -47,9 +48,12 @@ class PackedModel:
         self.tokenizer = tokenizer
         self.exact = exact
         self.config = self.plain.config.get_text_config()
-        self.trunk = self.plain.base_model
+        self.trunk: Any = self.plain.base_model
+        if self.trunk is self.plain:  # its class names a part that it does not have (Llama 4)
+            self.trunk = self.plain.model
         self.reach = rope.reach(self.config)
         rope.hold_still(self.trunk)
+        hand_on(self.trunk)
         attention.register()
         if attention.NAME not in {
             self.plain.config._attn_implementation,
@@ -139,7 +143,11 @@ class PackedModel:
             layout = exact_layout(layout)
         with RowWiseMode() if self.exact else nullcontext(), keeping(states):
             out = self.trunk(
-                input_ids=tokens[None], position_ids=positions[None], use_cache=False, layout=layout
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                layout=layout,
+                places=positions,
             )
         return out.last_hidden_state[0]
 

@@ -14,7 +14,7 @@ heads, K key/value heads, D head size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -144,6 +144,8 @@ class Ulysses:
         copies = math.lcm(k.shape[1], ranks) // k.shape[1]
         k, v = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))
         q, k, v = self._all_tokens(q, k, v)
+        if rule.sinks is not None:
+            rule = replace(rule, sinks=rule.sinks.chunk(ranks)[self.slices.rank])
         return self._all_heads(self.whole.attend(layer, q, k, v, rule))
 
     def _all_tokens(self, *parts: Tensor) -> list[Tensor]:

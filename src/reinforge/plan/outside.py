@@ -38,10 +38,6 @@ from reinforge.rollout.dialogue.env_player import first_prompt
 from reinforge.rollout.dialogue.environment import EpisodeEnvironment, EpisodeFailure
 
 IMPORT_SECONDS = 20.0
-NO_ENGINE = (
-    "Use another engine (rollout.engine), another model, or an algorithm that learns from given"
-    " texts."
-)
 
 
 def check_env(config: Config, rows: Sequence[Row], report: PlanReport) -> None:
@@ -122,18 +118,9 @@ def check_engine(config: Config, report: PlanReport) -> None:
 
 
 def check_model(config: Config, report: PlanReport) -> None:
-    """That the model's architecture can be trained, as far as its config.json tells, and generated
-    with where the native engine does it.
-    """
+    """That the model's architecture can be trained, as far as its config.json tells."""
     shape = load_config(config.model)
     check_architecture(shape, config.model.path, scores=config.algorithm.family == "reward")
-    why = architectures.engine_refusal(shape.to_dict())
-    if why and config.algorithm.rl and config.rollout.engine == "native":
-        report.refuse(
-            "rollout.engine",
-            f"the native engine cannot generate with {config.model.path}: {why}.",
-            NO_ENGINE,
-        )
     if note := rope.note(shape.get_text_config()):
         report.warn("model.path", note)
     if architectures.keeps_state(shape.to_dict()) and config.rollout.engine == "native":

@@ -14,7 +14,7 @@ from reinforge.config.adapter import AdapterConfig
 from reinforge.core.errors import InputError
 from reinforge.models import fp8, fp8_layers, fused_decode
 from reinforge.models.adapters import add_adapter
-from reinforge.models.attention import KVCache, PagedLayout, PrefillLayout
+from reinforge.models.attention import KVCache, KVShape, PagedLayout, PrefillLayout
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 from reinforge.models.fp8 import Fp8Rows
@@ -133,7 +133,7 @@ def test_a_compiler_takes_it_as_it_is() -> None:
 
 def states(model: CausalModel) -> torch.Tensor:
     """Last hidden states of three tokens of a trial."""
-    layout = fused_decode.trial([(2, 8)] * 2, torch.float32, torch.device("cpu"))
+    layout = fused_decode.trial([KVShape(2, 8, 8)] * 2, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         return model.hidden(torch.tensor([7, 3, 11]), layout.cached, layout)
 
@@ -251,7 +251,7 @@ def test_exact_models_are_refused() -> None:
 
 
 def test_a_cache_keeps_a_scale_for_every_head_of_a_token() -> None:
-    cache = KVCache.allocate([(2, 16)], 5, 4, fp8.E4M3, torch.device("cpu"))
+    cache = KVCache.allocate([KVShape(2, 16, 16)], 5, 4, fp8.E4M3, torch.device("cpu"))
     assert cache.scales is not None and cache.scales[0][0].shape == (5, 2, 4)
     slots = torch.tensor([13, 2, 7])
     k, v = (normal(3, 2, 16, seed=i) * torch.tensor([1.0, 100.0])[:, None] for i in (0, 1))
@@ -264,8 +264,8 @@ def test_a_cache_keeps_a_scale_for_every_head_of_a_token() -> None:
     for mine, read in zip(kept, by_block, strict=True):
         assert torch.equal(read[0, 1], mine[0]) and torch.equal(read[1, 3], mine[2])
         assert (read[0, 2:] == 0).all()
-    assert KVCache.token_bytes([(2, 16)] * 3, fp8.E4M3) == 3 * 2 * 2 * (16 + 4)
-    assert KVCache.token_bytes([(2, 16)] * 3, torch.bfloat16) == 3 * 2 * 2 * 32
+    assert KVCache.token_bytes([KVShape(2, 16, 16)] * 3, fp8.E4M3) == 3 * 2 * 2 * (16 + 4)
+    assert KVCache.token_bytes([KVShape(2, 16, 16)] * 3, torch.bfloat16) == 3 * 2 * 2 * 32
 
 
 def test_attention_sees_what_the_cache_holds() -> None:
@@ -276,7 +276,7 @@ def test_attention_sees_what_the_cache_holds() -> None:
     slots = torch.arange(n)
 
     def fresh() -> KVCache:
-        return KVCache.allocate([(2, 16)], 2, 16, fp8.E4M3, torch.device("cpu"))
+        return KVCache.allocate([KVShape(2, 16, 16)], 2, 16, fp8.E4M3, torch.device("cpu"))
 
     def piece(cache: KVCache, first: int, last: int) -> torch.Tensor:
         starts = torch.tensor([0, last - first], dtype=torch.int32)

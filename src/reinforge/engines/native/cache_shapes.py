@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from reinforge.core.errors import InputError
-from reinforge.models.attention import PackedLayout
+from reinforge.models.attention import KVShape, PackedLayout
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 from reinforge.models.proof import refusing
@@ -26,14 +26,13 @@ class _ShapeProbe:
     """
 
     packed: PackedLayout
-    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    shapes: dict[int, KVShape] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        if k.shape != v.shape:
+        if k.shape[1] != v.shape[1]:
             raise InputError(
-                f"the native engine cannot generate with this model: keys of layer {layer} have"
-                f" heads of {k.shape[2]} numbers and its values of {v.shape[2]}, and the cache"
-                " holds equal ones only.",
+                f"the native engine cannot generate with this model: layer {layer} has"
+                f" {k.shape[1]} heads of keys and {v.shape[1]} of values.",
                 where="rollout.engine",
                 fix=OTHER_ENGINE,
             )
@@ -44,14 +43,14 @@ class _ShapeProbe:
                 where="rollout.engine",
                 fix=OTHER_ENGINE,
             )
-        self.shapes[layer] = (k.shape[1], k.shape[2])
+        self.shapes[layer] = KVShape.of(k, v)
         return self.packed.attend(layer, q, k, v, rule)
 
 
 @torch.no_grad()
-def cache_shapes(model: CausalModel, states: PackedStates | None = None) -> list[tuple[int, int]]:
-    """(K, D) of each layer's cache, seen in a forward of one token rather than guessed from the
-    config; (0, 0) of a layer that does not attend. `states`, of a model that keeps state, has seen
+def cache_shapes(model: CausalModel, states: PackedStates | None = None) -> list[KVShape]:
+    """What each layer's cache holds, seen in a forward of one token rather than guessed from the
+    config; nothing of a layer that does not attend. `states`, of a model that keeps state, has seen
     its shapes afterwards.
     """
     device = model.device
@@ -69,4 +68,4 @@ def cache_shapes(model: CausalModel, states: PackedStates | None = None) -> list
             where="rollout.engine",
             fix=OTHER_ENGINE,
         )
-    return [probe.shapes.get(i, (0, 0)) for i in range(max(probe.shapes, default=0) + 1)]
+    return [probe.shapes.get(i, KVShape(0, 0, 0)) for i in range(max(probe.shapes, default=0) + 1)]

@@ -2,8 +2,8 @@
 """Attention of one new token per sequence over the paged cache. Twin:
 `attention.PagedLayout.attend`.
 
-Legend: B sequences, H query heads, K key/value heads, G = H / K, D head size, W cache blocks per
-sequence.
+Legend: B sequences, H query heads, K key/value heads, G = H / K, D head size, DV that of values, W
+cache blocks per sequence.
 """
 
 from __future__ import annotations
@@ -67,9 +67,12 @@ def _attend_tile(
     scale,
     softcap,
     d,
+    dv,
     HK: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
     BLOCK: tl.constexpr,
     BN: tl.constexpr,
     CAP: tl.constexpr,
@@ -88,8 +91,8 @@ def _attend_tile(
         line = (page * BLOCK + s % BLOCK).to(tl.int32)
         k = KC.load([line, h * D])
     else:
-        at = ((page * BLOCK + t % BLOCK) * HK + h) * D
-        k = lines(KC, at, d, seen, D, DP, MASKED).to(q.dtype)
+        head = (page * BLOCK + t % BLOCK) * HK + h
+        k = lines(KC, head * D, d, seen, D, DP, MASKED).to(q.dtype)
     x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if FP8:
         line = (page * HK + h) * BLOCK + t % BLOCK
@@ -101,9 +104,9 @@ def _attend_tile(
     p = tl.exp2(x - new_m[:, None])
     keep = tl.exp2(m - new_m)
     if TMA:
-        v = VC.load([line, h * D])
+        v = VC.load([line, h * DV])
     else:
-        v = lines(VC, at, d, seen, D, DP, MASKED).to(q.dtype)
+        v = lines(VC, head * DV, dv, seen, DV, DVP, MASKED).to(q.dtype)
     acc = acc * keep[:, None]
     if FP8:
         # as shares of the largest, so that small ones are not lost in 16 bits
@@ -137,9 +140,12 @@ def _attend_keys(
     scale,
     softcap,
     d,
+    dv,
     HK: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
     BLOCK: tl.constexpr,
     BN: tl.constexpr,
     CAP: tl.constexpr,
@@ -158,19 +164,19 @@ def _attend_keys(
         for s in range(begin, end, BN):
             m, total, acc = _attend_tile(
                 q, m, total, acc, KC, VC, KS, VS, TABLE, h, s, end, first, scale, softcap, d,
-                HK, D, DP, BLOCK, BN, CAP, FP8, True, False, PRECISION,
+                dv, HK, D, DP, DV, DVP, BLOCK, BN, CAP, FP8, True, False, PRECISION,
             )  # fmt: skip
     else:
         whole = begin + tl.maximum(end - begin, 0) // BN * BN
         for s in range(begin, whole, BN):
             m, total, acc = _attend_tile(
                 q, m, total, acc, KD, VD, KS, VS, TABLE, h, s, end, first, scale, softcap, d,
-                HK, D, DP, BLOCK, BN, CAP, FP8, False, TMA, PRECISION,
+                dv, HK, D, DP, DV, DVP, BLOCK, BN, CAP, FP8, False, TMA, PRECISION,
             )  # fmt: skip
         if whole < end:
             m, total, acc = _attend_tile(
                 q, m, total, acc, KC, VC, KS, VS, TABLE, h, whole, end, first, scale, softcap, d,
-                HK, D, DP, BLOCK, BN, CAP, FP8, True, False, PRECISION,
+                dv, HK, D, DP, DV, DVP, BLOCK, BN, CAP, FP8, True, False, PRECISION,
             )  # fmt: skip
     return m, total, acc
 
@@ -194,6 +200,7 @@ def _paged_decode(
     S_TOP,
     S_SUM,
     S_ACC,
+    SINKS,
     scale,
     softcap,
     window,
@@ -210,19 +217,24 @@ def _paged_decode(
     GP: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
     BLOCK: tl.constexpr,
     BN: tl.constexpr,
     PARTS: tl.constexpr,
     ROPE: tl.constexpr,
     CAP: tl.constexpr,
+    SINK: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     FP8: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program per (sequence, key head, part of its keys). The first part stores the new key and
-    value and begins with them; `_join_parts` joins the parts.
+    value and begins with them, and with the sinks (SINK), whose values are 0; `_join_parts` joins
+    the parts. CHUNKED: `window` is the size of chunks.
     """
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -232,11 +244,15 @@ def _paged_decode(
         tl.extra.cuda.gdc_wait()
     n = tl.load(CACHED + b).to(tl.int32)  # tokens before the new one
     d = tl.arange(0, DP)
+    dv = tl.arange(0, DVP)
     g = tl.arange(0, GP)
     real_d = d < D
+    real_v = dv < DV
     real = (g < G)[:, None] & real_d[None, :]
     first = 0
-    if WINDOW:
+    if CHUNKED:
+        first = n // window * window
+    elif WINDOW:
         first = tl.maximum(0, n + 1 - window)
     begin = first // BN * BN
     span = tl.cdiv(tl.cdiv(n - begin, PARTS), BN) * BN
@@ -256,13 +272,13 @@ def _paged_decode(
         q = tl.load(Q + b * q_b + (h * G + g)[:, None] * q_h + d[None, :], mask=real, other=0.0)
     m = tl.full([GP], NOTHING, tl.float32)
     total = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, DP], tl.float32)
+    acc = tl.zeros([GP, DVP], tl.float32)
     if part == 0:
         if ROPE:
             k_new = turned(KN, b * kn_b + h * kn_h, d, cos, sin, real_d, D)
         else:
             k_new = tl.load(KN + b * kn_b + h * kn_h + d, mask=real_d, other=0.0)
-        v_new = tl.load(VN + b * vn_b + h * vn_h + d, mask=real_d, other=0.0)
+        v_new = tl.load(VN + b * vn_b + h * vn_h + dv, mask=real_v, other=0.0)
         page = tl.load(TABLES + b * W + n // BLOCK).to(tl.int64)
         slot = page * BLOCK + n % BLOCK
         k_new = k_new.to(tl.float32)
@@ -271,32 +287,40 @@ def _paged_decode(
             kq, ks = quantised(k_new)
             vq, vs = quantised(v_new)
             tl.store(KC + (slot * HK + h) * D + d, kq, mask=real_d)
-            tl.store(VC + (slot * HK + h) * D + d, vq, mask=real_d)
+            tl.store(VC + (slot * HK + h) * DV + dv, vq, mask=real_v)
             tl.store(KS + (page * HK + h) * BLOCK + n % BLOCK, ks)
             tl.store(VS + (page * HK + h) * BLOCK + n % BLOCK, vs)
             k_new = kq.to(tl.float32) * ks
             v_new = vq.to(tl.float32) * vs
         else:
             tl.store(KC + (slot * HK + h) * D + d, k_new.to(KC.dtype.element_ty), mask=real_d)
-            tl.store(VC + (slot * HK + h) * D + d, v_new.to(VC.dtype.element_ty), mask=real_d)
+            tl.store(VC + (slot * HK + h) * DV + dv, v_new.to(VC.dtype.element_ty), mask=real_v)
         m = _scores(tl.sum(q.to(tl.float32) * k_new[None, :], 1), scale, softcap, CAP)
         total = tl.full([GP], 1.0, tl.float32)
-        acc = tl.zeros([GP, DP], tl.float32) + v_new[None, :]
+        acc = tl.zeros([GP, DVP], tl.float32) + v_new[None, :]
+        if SINK:
+            sink = tl.load(SINKS + h * G + g, mask=g < G, other=0.0).to(tl.float32) * LOG2E
+            own = m
+            m = tl.maximum(own, sink)
+            share = tl.exp2(own - m)
+            total = share + tl.exp2(sink - m)
+            acc = acc * share[:, None]
     if FP8 and q.dtype == tl.bfloat16:
         q = q.to(tl.float16)  # what a GPU turns FP8 into with one instruction
     high = tl.minimum(n, low + span)
     m, total, acc = _attend_keys(
         q, m, total, acc, KC, VC, KD, VD, KS, VS, TABLES + b * W, h, low, high, first, scale,
-        softcap, d, HK, D, DP, BLOCK, BN, CAP, WINDOW, FP8, TMA, PRECISION,
+        softcap, d, dv, HK, D, DP, DV, DVP, BLOCK, BN, CAP, WINDOW, FP8, TMA, PRECISION,
     )  # fmt: skip
+    there = (g < G)[:, None] & real_v[None, :]
     if PARTS > 1:
         tl.store(S_TOP + line, m, mask=g < G)
         tl.store(S_SUM + line, total, mask=g < G)
-        tl.store(S_ACC + line[:, None] * D + d[None, :], acc, mask=real)
+        tl.store(S_ACC + line[:, None] * DV + dv[None, :], acc, mask=there)
     else:
         row = b * HK * G + h * G + g
         out = (acc / total[:, None]).to(O.dtype.element_ty)
-        tl.store(O + row[:, None] * D + d[None, :], out, mask=real)
+        tl.store(O + row[:, None] * DV + dv[None, :], out, mask=there)
 
 
 @triton.jit
@@ -342,12 +366,14 @@ def parts_of(rows: int, kv_heads: int, longest: int) -> int:
     return parts
 
 
-def attention_tile(rows: int, kv_heads: int, tma: bool) -> dict[str, int]:
+def attention_tile(rows: int, kv_heads: int, tma: bool, key_bytes: int) -> dict[str, int]:
     """Keys of a tile, warps, and tiles on their way, as measured on an H200. `tma`: whole tiles
-    come by a descriptor.
+    come by a descriptor. Keys of many bytes come few at a time, to fit a multiprocessor.
     """
     if tma:
         return {"BN": TILE, "num_warps": 1, "num_stages": 2}
+    if key_bytes > 512:
+        return {"BN": 32, "num_warps": 4, "num_stages": 2}
     if rows * kv_heads < MULTIPROCESSORS:
         return {"BN": 128, "num_warps": 4, "num_stages": 2}
     return {"BN": 64, "num_warps": 2, "num_stages": 2}
@@ -364,7 +390,7 @@ def descriptors(
     time; None: it is not faster so, or blocks have no room for whole tiles.
     """
     blocks, block, heads, size = keys.shape
-    if rows * heads < MULTIPROCESSORS or size != NARROW:
+    if rows * heads < MULTIPROCESSORS or size != NARROW or values.shape != keys.shape:
         return None
     if block % TILE or keys.element_size() == 1:
         return None
@@ -389,28 +415,32 @@ def paged_decode(
     rope: tuple[Tensor, Tensor] | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """q [B, H, D] and new k, v [B, K, D] against the cache [blocks, BLOCK, K, D]; writes k and v
-    there. `parts` programs share the keys of a sequence. `rope`: cos and sin [positions, D] by
-    which q and k are turned first. `scales` [blocks, K, BLOCK] of keys and values: the cache is
-    FP8.
+    """q [B, H, D] and new k, v [B, K, D] against the cache [blocks, BLOCK, K, D], where values may
+    have a D of their own; writes k and v there. `parts` programs share the keys of a sequence.
+    `rope`: cos and sin [positions, D] by which q and k are turned first. `scales` [blocks, K,
+    BLOCK] of keys and values: the cache is FP8.
     """
-    window = rule.window or 0
+    window = rule.chunk or rule.window or 0
     softcap = rule.softcap or 0.0
     rows, heads, size = q.shape
     kv_heads = keys.shape[2]
     per_key = heads // kv_heads
     device = q.device
-    wide = triton.next_power_of_2(size)
+    value_size = values.shape[3]
     cos, sin = rope if rope is not None else (q, q)
-    shape = {"D": size, "DP": max(16, wide), "BLOCK": keys.shape[1], "HK": kv_heads, "G": per_key}
+    shape = {"D": size, "DP": padded(size), "DV": value_size, "DVP": padded(value_size)}
+    shape |= {"BLOCK": keys.shape[1], "HK": kv_heads, "G": per_key}
     kind = {
         "ROPE": rope is not None,
         "FP8": scales is not None,
         "CAP": softcap > 0,
+        "SINK": rule.sinks is not None,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
-    out = torch.empty(rows, heads, size, dtype=q.dtype, device=device)
-    found = room_for_parts(rows, parts, heads, size, device) if parts > 1 else (out, out, out)
+    out = torch.empty(rows, heads, value_size, dtype=q.dtype, device=device)
+    found = (out, out, out)
+    if parts > 1:
+        found = room_for_parts(rows, parts, heads, value_size, device)
     tiles = descriptors(rows, keys, values) if HAS_TMA and not window else None
     _paged_decode[(rows, kv_heads, parts)](
         q,
@@ -426,6 +456,7 @@ def paged_decode(
         tables,
         cached,
         *found,
+        out if rule.sinks is None else rule.sinks,
         rule.scale,
         softcap,
         window,
@@ -440,8 +471,9 @@ def paged_decode(
         GP=max(16, triton.next_power_of_2(per_key)),
         PARTS=parts,
         WINDOW=window > 0,
+        CHUNKED=rule.chunk is not None,
         TMA=tiles is not None,
-        **attention_tile(rows, kv_heads, tiles is not None),
+        **attention_tile(rows, kv_heads, tiles is not None, shape["DP"] * q.element_size()),
         **shape,
         **kind,
         **early(),
@@ -451,13 +483,18 @@ def paged_decode(
             *found,
             out,
             heads,
-            D=size,
-            DP=shape["DP"],
+            D=value_size,
+            DP=shape["DVP"],
             PARTS=parts,
-            num_warps=4 if parts * size > 1024 else 1,
+            num_warps=4 if parts * value_size > 1024 else 1,
             **early(),
         )
     return out
+
+
+def padded(size: int) -> int:
+    """Numbers of a head in a tile."""
+    return max(16, triton.next_power_of_2(size))
 
 
 def room_for_parts(
