@@ -219,6 +219,20 @@ STATEFUL: dict[str, Make] = {
         "OlmoHybridConfig",
         {**_BASE, **_GATED, "layer_types": ["linear_attention", "full_attention"]},
     ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            **_BASE,
+            **_LATENT,
+            "q_lora_rank": None,
+            "v_head_dim": 16,
+            "num_local_experts": 4,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
     "mamba2": (
         "Mamba2Config",
         dict(

@@ -15,6 +15,7 @@ from reinforge.core.kv_pool import pool_blocks, state_slots
 from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.native import engine as native
+from reinforge.engines.native.decoder import bucket
 from reinforge.engines.native.drafts import Speculation
 from reinforge.models.causal import CausalModel
 
@@ -97,6 +98,48 @@ def test_fewer_slots_than_sequences(name: str) -> None:
     assert narrow.slots == narrow.max_batch == 2
     agree(run(groups(narrow)), run(groups(make_engine(name))))
     assert drained(narrow)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_slots_change_hands_while_windows_are_in_flight(name: str) -> None:
+    """As on a GPU: five steps between two looks, the next window launched before the last one is
+    looked at, batches of fixed sizes whose fillers have no sequence. Answers of 1 to 12 tokens, so
+    that rows end in the middle of windows and others enter.
+    """
+
+    async def work(engine: NativeEngine) -> list[Completion]:
+        jobs = [
+            engine.generate(
+                tokens_of(3 + 5 * i, i, VOCABULARY), Sampling(limit, 0.9, ignore_eos=True), key=i
+            )
+            for i, limit in enumerate((7, 1, 12, 4, 9, 2, 5))
+        ]
+        return [c for group in await asyncio.gather(*jobs) for c in group]
+
+    late = make_engine(name, slots=3)
+    late.decoder.ahead = 1
+    late.decoder.steps = lambda limit: 5  # type: ignore[method-assign]
+    late.decoder.size = bucket  # type: ignore[method-assign]
+    agree(run(work(late)), run(work(make_engine(name))))
+    assert drained(late)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "bamba", "jamba"])
+def test_in_bfloat16_it_is_as_far_from_the_truth_as_transformers_is(name: str) -> None:
+    """Both round to 8 bits. The states of recurrences are kept in float32."""
+    truth = make_architecture(name, dtype=torch.bfloat16).float()
+    theirs = make_architecture(name, dtype=torch.bfloat16)
+    model = CausalModel(make_architecture(name, dtype=torch.bfloat16))
+    engine = NativeEngine(model, kv_gib=0.002, max_batch=8)
+    prompt = tokens_of(20, 1, VOCABULARY)
+    answers = run(engine.generate(prompt, Sampling(30, 1.0, ignore_eos=True), key=1, n=4))
+    ours = rounding = 0.0
+    for done in answers:
+        tokens = [*prompt, *done.tokens]
+        want, plain = (true_logprobs(m, tokens)[len(prompt) - 1 :] for m in (truth, theirs))
+        ours += float((torch.tensor(done.logprobs).double() - want).abs().mean())
+        rounding += float((plain - want).abs().mean())
+    assert ours < 2 * rounding
 
 
 @pytest.mark.parametrize("name", KINDS)
