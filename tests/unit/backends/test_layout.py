@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.toy_architectures import make_architecture
 from helpers.toys import make_model, make_module, train_config
 from reinforge.backends.distributed.parallel_layout import ParallelLayout
 from reinforge.backends.fsdp.tensor_parallel import TensorParallelPlan
@@ -96,6 +97,8 @@ def test_plans_that_cannot_be() -> None:
         TensorParallelPlan(make_model("gpt2"), 2)
     with pytest.raises(InputError, match="4 query and 2 key heads cannot be cut into 4"):
         TensorParallelPlan(make_model("llama"), 4)
+    with pytest.raises(InputError, match="sinks of GraniteSWAForCausalLM has a number for each"):
+        TensorParallelPlan(CausalModel(make_architecture("granite_swa")), 2)
     with pytest.raises(InputError, match="adapter"):
         TensorParallelPlan(
             CausalModel(add_adapter(make_module("llama"), AdapterConfig(rank=2), seed=0)), 2

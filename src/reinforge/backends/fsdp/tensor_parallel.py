@@ -79,6 +79,13 @@ class TensorParallelPlan:
             (re.compile(re.escape(key).replace(r"\*", r"\d+")), style)
             for key, style in plan.items()
         ]
+        own = (name for name, _ in model.trunk.named_parameters() if name.endswith(".sinks"))
+        if (sinks := next(own, None)) is not None:
+            raise InputError(
+                f"{sinks} of {kind} has a number for each head, and is not cut as heads are.",
+                where="train.tensor_parallel",
+                fix="Set it to 1; train.ranks still divides the weights.",
+            )
         prefix = next(name for name, part in model.module.named_modules() if part is model.trunk)
         found = {}
         for name, part in model.trunk.named_modules():
