@@ -713,6 +713,7 @@ class PrefillLayout:
     # [sum of key lengths]: all keys of each prompt in order; None: nothing was there before
     key_slots: Tensor | None = None
     key_lengths: list[int] | None = None
+    positions: Tensor | None = None  # [N] of the new ones in their prompts
     segments: Segments = field(init=False)
 
     def __post_init__(self) -> None:
@@ -726,7 +727,27 @@ class PrefillLayout:
                 starts_of(self.key_lengths, self.starts.device),
             )
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+    @property
+    def reach(self) -> int:
+        """Positions that there are at most."""
+        return max(self.key_lengths or self.lengths)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rule: AttentionRule,
+        *,
+        rope: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """`rope`: cos and sin [positions, D] by which q and k are to be turned; None: they were."""
+        if rope is not None:
+            assert self.positions is not None
+            cos, sin = (table.index_select(0, self.positions) for table in rope)
+            q = rotate(q, cos, sin)
+            k = rotate(k, cos, sin)
         k, v = self.cache.write(layer, self.slots, k, v)
         if self.key_slots is not None:
             k, v = self.cache.read(layer, self.key_slots, k.dtype)
@@ -754,6 +775,11 @@ class PagedLayout:
     cached: Tensor  # [B] int64 tokens in the cache before the new one: where it goes
     parts: int = 1  # so many programs of a GPU share the keys of a sequence
     shared: bool = False  # keys and values of all rows must be there before any row attends
+
+    @property
+    def reach(self) -> int:
+        """Positions that there are at most."""
+        return self.tables.shape[1] * self.cache.block_size
 
     def attend(
         self,

@@ -1,4 +1,5 @@
-"""One new token per sequence through a Llama-like trunk with few kernels.
+"""New tokens through a Llama-like trunk with few kernels: one for each of several sequences, or
+pieces of prompts.
 
 The weights are those of the module that trains; what is replaced is the sequence of small
 operations between its matrix products (`models.decode_ops`; `models.exact_ops` in exact mode).
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from reinforge.core.kv_pool import block_tokens
 from reinforge.models import decode_ops, exact_ops, fp8_layers
-from reinforge.models.attention import KVCache, KVShape, PagedLayout
+from reinforge.models.attention import KVCache, KVShape, PagedLayout, PrefillLayout
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
 from reinforge.models.decode_ops import DecodeOps, Projection
@@ -140,7 +141,7 @@ class FusedLayer:
         x: Tensor,
         delta: Tensor | None,
         rope: tuple[Tensor, Tensor],
-        layout: PagedLayout | ExactPaged,
+        layout: PagedLayout | PrefillLayout | ExactPaged,
     ) -> Tensor | None:
         """x [B, E] is the residual stream before the last layer's `delta` was added, and takes both
         in; the delta of this layer is returned. None: nothing is left to be added.
@@ -182,8 +183,8 @@ def _is_silu(f: Any) -> bool:
 
 
 class FusedDecode:
-    """The trunk of a model, embedding to last norm, for one new token per sequence. The native
-    engine makes one where the architecture allows it, and decodes with it.
+    """The trunk of a model, embedding to last norm, for one new token per sequence and, unless it
+    is exact, for prompts. The native engine makes one where the architecture allows it.
     """
 
     def __init__(self, trunk: Any, layers: list[FusedLayer], norm: _Norm, exact: bool):
@@ -214,11 +215,13 @@ class FusedDecode:
         rows = EXACT_ROWS if exact else (len(TRIAL),)
         return fused if all(fused._proven(model, n) for n in rows) else None
 
-    def hidden(self, tokens: Tensor, layout: PagedLayout) -> Tensor:
-        """[B, E] last hidden states of the newest token of each sequence."""
+    def hidden(self, tokens: Tensor, layout: PagedLayout | PrefillLayout) -> Tensor:
+        """[B, E] last hidden states of new tokens: of the newest of each sequence, or of prompts.
+        Those in exact mode belong to the module, whose forward a pack of training repeats.
+        """
         with _mode(self.exact):
             x = self.embed(tokens)
-            rope = self._rope_of(x, layout.tables.shape[1] * layout.cache.block_size)
+            rope = self._rope_of(x, layout.reach)
             shared = _layout(layout, self.exact)
             delta: Tensor | None = None
             for layer in self.layers:
@@ -262,8 +265,13 @@ def _mode(exact: bool) -> AbstractContextManager[Any]:
     return RowWiseMode() if exact else nullcontext()
 
 
-def _layout(paged: PagedLayout, exact: bool) -> PagedLayout | ExactPaged:
-    return ExactPaged.of(paged) if exact else paged
+def _layout(
+    layout: PagedLayout | PrefillLayout, exact: bool
+) -> PagedLayout | PrefillLayout | ExactPaged:
+    if not exact:
+        return layout
+    assert isinstance(layout, PagedLayout), "prompts of an exact model"
+    return ExactPaged.of(layout)
 
 
 def _rope(rotary: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -290,7 +298,7 @@ def trial(
 class _Listener:
     """A layout that writes down what a layer asks its attention for."""
 
-    paged: PagedLayout | ExactPaged
+    paged: PagedLayout | PrefillLayout | ExactPaged
     asked: AttentionRule | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:

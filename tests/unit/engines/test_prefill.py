@@ -5,6 +5,7 @@ to the next.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from reinforge.engines.native import NativeEngine
 from reinforge.engines.native import engine as native
 from reinforge.engines.native.blocks import BlockPool, block_keys
 from reinforge.engines.native.decoder import bucket
+from reinforge.models.causal import CausalModel
+from reinforge.models.fused_decode import FusedDecode
 
 PARAMS = Sampling(12, 0.9, ignore_eos=True)
 
@@ -55,6 +58,48 @@ def test_a_long_prompt_in_pieces_says_the_same(
     for a, b in zip(run(work(engine)), want, strict=True):
         equal(a, b)
     assert engine.stats.prompt_tokens == 5 + 75 + 33 and engine.pool.free == engine.pool.total
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("budget", [20, 200])
+def test_prompts_through_the_fused_trunk_say_the_same(
+    monkeypatch: pytest.MonkeyPatch, arch: str, budget: int
+) -> None:
+    """Whole and in pieces, with a window and norms of heads; prompts that begin alike too."""
+    monkeypatch.setattr(native, "PREFILL_TOKENS", budget)
+    prompts = [tokens_of(5, 5), tokens_of(75, 75), tokens_of(75, 75)[:40] + tokens_of(9, 9)]
+
+    async def work(engine: NativeEngine) -> list[list[Completion]]:
+        jobs = [engine.generate(p, PARAMS, key=i, n=2) for i, p in enumerate(prompts)]
+        return list(await asyncio.gather(*jobs))
+
+    want = run(work(make_engine(arch=arch)))
+    engine = make_engine(arch=arch)
+    fused = FusedDecode.of(engine.model)
+    assert fused is not None
+    seen = []
+    hidden = fused.hidden
+
+    def watched(tokens: torch.Tensor, layout: Any) -> torch.Tensor:
+        seen.append(len(tokens))
+        return hidden(tokens, layout)
+
+    monkeypatch.setattr(fused, "hidden", watched)
+    engine.decoder.fused = fused
+    for a, b in zip(run(work(engine)), want, strict=True):
+        equal(a, b)
+    assert sum(seen) == engine.stats.prompt_tokens and (len(seen) > 3) == (budget == 20)
+
+
+def test_prompts_of_an_exact_model_go_through_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training repeats them to the bit."""
+    model = CausalModel(make_module("llama"), exact=True)
+    engine = NativeEngine(model)
+    engine.decoder.fused = FusedDecode.of(model)
+    assert engine.decoder.fused is not None
+    monkeypatch.setattr(engine.decoder.fused, "hidden", None)
+    [said] = run(engine.generate(tokens_of(9, 9), PARAMS, key=1))
+    assert len(said.tokens) == 12
 
 
 def test_a_prompt_shorter_than_a_block_that_meets_an_almost_spent_budget(

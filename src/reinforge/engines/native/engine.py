@@ -591,7 +591,12 @@ class NativeEngine:
     def _prefill(self) -> None:
         assert self.cache is not None
         complete, hidden, tokens = prefill(
-            self.model, self.cache, self._entering, PREFILL_TOKENS, self.states
+            self.model,
+            self.cache,
+            self._entering,
+            PREFILL_TOKENS,
+            states=self.states,
+            fused=self.decoder.fused,
         )
         self.stats.prompt_tokens += tokens
         if hidden is None:

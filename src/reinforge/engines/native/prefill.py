@@ -14,6 +14,7 @@ from reinforge.engines.native.blocks import BlockPool
 from reinforge.engines.native.decode_batch import LiveSequence
 from reinforge.models.attention import KVCache, PrefillLayout, starts_of
 from reinforge.models.causal import CausalModel
+from reinforge.models.fused_decode import FusedDecode
 from reinforge.models.state import PieceStates, StateStore
 
 
@@ -77,9 +78,12 @@ def prefill(
     cache: KVCache,
     forks: list[SharedPrefix],
     budget: int,
+    *,
     states: StateStore | None = None,
+    fused: FusedDecode | None = None,
 ) -> tuple[list[SharedPrefix], Tensor | None, int]:
-    """Computes the next pieces of the forks, at most about `budget` tokens.
+    """Computes the next pieces of the forks, at most about `budget` tokens. `fused`: the trunk with
+    fewer kernels, where there is one.
 
     Returns the forks that are complete, the hidden state [.., E] of the last token of each of them,
     once per live sequence, and how many tokens were computed.
@@ -105,6 +109,7 @@ def prefill(
     slots = [_slots(fork.live[0].held.blocks, 0, end, size) for fork, end in pieces]
     new = [s[fork.done :] for s, (fork, _) in zip(slots, pieces, strict=True)]
     continued = any(fork.done for fork, _ in pieces)
+    positions = torch.cat([torch.arange(fork.done, end) for fork, end in pieces])
     layout = PrefillLayout(
         lengths,
         starts_of(lengths, device),
@@ -112,15 +117,17 @@ def prefill(
         to_device(torch.cat(new), device),
         to_device(torch.cat(slots), device) if continued else None,
         [end for _, end in pieces] if continued else None,
-    )
-    tokens = ints([t for fork, end in pieces for t in fork.tokens[fork.done : end]])
-    positions = torch.cat([torch.arange(fork.done, end) for fork, end in pieces])
-    hidden = model.hidden(
-        to_device(tokens, device),
         to_device(positions, device),
-        layout,
-        None if states is None else _piece_states(states, pieces, lengths, device),
     )
+    tokens = to_device(
+        ints([t for fork, end in pieces for t in fork.tokens[fork.done : end]]), device
+    )
+    if fused is None or fused.exact:
+        assert layout.positions is not None
+        kept = None if states is None else _piece_states(states, pieces, lengths, device)
+        hidden = model.hidden(tokens, layout.positions, layout, kept)
+    else:
+        hidden = fused.hidden(tokens, layout)
     for fork, end in pieces:
         fork.done = end
     complete = [
