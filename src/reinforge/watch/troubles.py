@@ -66,6 +66,9 @@ class RunHealth:
     steps: int = 0
     idle: int = 0
     idle_reward: float = 0.0  # summed over idle steps
+    best_reward: float = -math.inf  # the highest mean of a step
+    solved_steps: int = 0  # steps at the end that were idle because every answer got that
+    solved_from: int = 0  # the first of them
     skipped: int = 0
     unscored: float = 0.0  # share of each step, summed
     scored_steps: int = 0  # steps that have rewards
@@ -94,12 +97,14 @@ class RunHealth:
                 bounds = (_finite(metrics.get(f"{name}_{end}")) for end in ("low", "high"))
                 self.scores.setdefault(name, []).append(EvalScore(step, value, *bounds))
         if "train/skipped" in metrics:
-            self._observe_step(metrics)
+            self._observe_step(step, metrics)
 
-    def _observe_step(self, metrics: Mapping[str, Any]) -> None:
+    def _observe_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.steps += 1
         self.skipped += bool(metrics["train/skipped"])
         mean = _finite(metrics.get("reward/mean")) if SCORED in metrics else None
+        spread = _finite(metrics.get("reward/std")) or 0.0
+        differ = mean is not None and spread > ROUNDING * max(1.0, abs(mean))
         if "train/grad_norm" in metrics:
             still = metrics["train/grad_norm"] == 0
         else:
@@ -114,10 +119,23 @@ class RunHealth:
         if SCORED in metrics:
             self.scored_steps += 1
             self.unscored += _finite(metrics[SCORED]) or 0.0
+        self._follow_best(step, mean, alike=still and not differ)
         if mean is not None:
-            spread = _finite(metrics.get("reward/std")) or 0.0
-            self.varied = self.varied or spread > ROUNDING * max(1.0, abs(mean))
+            self.varied = self.varied or differ
             self.rewards.add(float(f"{mean:.9g}"))
+
+    def _follow_best(self, step: int, mean: float | None, *, alike: bool) -> None:
+        """`alike`: the step was idle, and all answers got the same."""
+        rounding = ROUNDING * max(1.0, abs(mean or 0.0))
+        if mean is None or not alike or mean < self.best_reward - rounding:
+            self.solved_steps = 0
+        elif self.solved_steps == 0 or mean > self.best_reward + rounding:
+            self.solved_from = step
+            self.solved_steps = 1
+        else:
+            self.solved_steps += 1
+        if mean is not None:
+            self.best_reward = max(self.best_reward, mean)
 
     def hear(self, event: Mapping[str, Any]) -> None:
         """One event."""
@@ -166,7 +184,7 @@ class RunHealth:
         if not self.varied and len(self.rewards) == 1 and not self.taught:
             found.append(self._constant())
         elif self.idle * 2 > self.steps:
-            found.append(self._idle())
+            found.append(self._solved() if self._is_solved() else self._idle())
         return found
 
     def _constant(self) -> Trouble:
@@ -176,6 +194,21 @@ class RunHealth:
             f" {next(iter(self.rewards)):.4g}: there was nothing to learn from.",
             "Look at samples.jsonl: does the reward read the answer, is the task far too hard or"
             " already solved? `reinforge check rewards CONFIG` tries each reward.",
+        )
+
+    def _is_solved(self) -> bool:
+        """Whether most steps are a row at the end in which every answer got the highest reward that
+        any step had, after others that had something to learn.
+        """
+        return self.varied and self.solved_steps * 2 > self.steps
+
+    def _solved(self) -> Trouble:
+        return Trouble(
+            "solved",
+            f"Solved after step {self.solved_from - 1}, as far as rewards tell: every answer since"
+            f" got the highest of the run, {self.best_reward:.4g}, and {_steps(self.solved_steps)}"
+            " had nothing to learn from.",
+            "Take harder prompts, or let eval.early_stop end such a run.",
         )
 
     def _idle(self) -> Trouble:

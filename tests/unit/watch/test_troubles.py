@@ -33,6 +33,8 @@ FINE = {
 }
 TIED = {**FINE, "train/grad_norm": 0.0, "batch/signal": 0.0, "reward/mean": 0.25}
 
+SOLVED = {**TIED, "reward/mean": 1.0, "reward/std": 0.0}
+
 
 def health(*steps: dict[str, Any]) -> RunHealth:
     found = RunHealth()
@@ -61,6 +63,13 @@ def score(value: float, spread: float | None = 0.05) -> dict[str, float]:
         ([FINE] * 10 + [TIED] * 10, []),  # half is not most
         ([FINE] * 9 + [TIED] * 11, ["no_gradient"]),
         ([TIED], ["no_gradient"]),
+        ([FINE] * 4 + [SOLVED] * 6, ["solved"]),
+        ([FINE] * 5 + [SOLVED] * 5, []),
+        ([{**FINE, "reward/mean": 1.5}] + [SOLVED] * 6, ["no_gradient"]),  # it was better once
+        ([FINE, *[SOLVED] * 6, FINE], ["no_gradient"]),
+        ([FINE, TIED, *[SOLVED] * 3], ["solved"]),
+        ([FINE] + [{**SOLVED, "reward/std": 0.4}] * 6, ["no_gradient"]),  # of some prompts only
+        ([SOLVED] * 6, ["constant_reward"]),
         # the KL, the entropy or a router gave a gradient
         ([{**FINE, "batch/signal": 0.0}] * 6, []),
         ([{"train/skipped": 0.0, "batch/signal": 0.0}] * 6, ["no_gradient"]),
@@ -123,6 +132,11 @@ def test_while_a_run_goes_on_a_share_needs_a_few_steps() -> None:
 
 
 def test_a_trouble_names_its_numbers_and_the_next_step() -> None:
+    [solved] = health(*[FINE] * 3, *[SOLVED] * 9).troubles(ended=True)
+    assert solved.what == (
+        "Solved after step 3, as far as rewards tell: every answer since got the highest of the"
+        " run, 1, and 9 steps had nothing to learn from."
+    )
     [idle] = health(*[FINE] * 2, *[TIED] * 17, FINE).troubles(ended=True)
     assert (
         "17 of 20 steps taught nothing" in idle.what
