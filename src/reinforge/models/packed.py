@@ -67,8 +67,6 @@ class PackedModel:
                 where="model.exact",
                 fix="pip install triton",
             )
-        if exact:
-            replace_norms(module)
         self.mixers = replace_mixers(module)
         if exact and self.mixers:
             raise InputError(
@@ -78,6 +76,8 @@ class PackedModel:
                 where="model.exact",
                 fix="Set model.exact=false; engine and trainer then differ by rounding.",
             )
+        if exact:
+            replace_norms(module)
 
     @property
     def context(self) -> int | None:
