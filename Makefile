@@ -56,10 +56,11 @@ lint: env-test ## ruff and mypy only
 format: env-test ## let ruff rewrite the files
 	@$(PY) -m ruff check --fix-only -q . ; $(PY) -m ruff format .
 
-reference: env ## write docs/reference/ from the schema and the rules, and the tables of docs/algorithms/ and docs/data.md
+reference: env ## write docs/reference/ from the schema and the rules, and the tables of docs/algorithms/, docs/data.md and docs/models.md
 	@$(PY) tools/gen_reference.py
 	@$(PY) tools/gen_algorithms.py
 	@$(PY) tools/gen_formats.py
+	@$(PY) tools/gen_models.py
 	@$(PY) tools/parity_table.py
 
 docs: env-docs reference ## build the site into site/

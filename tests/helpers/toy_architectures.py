@@ -1,5 +1,8 @@
-"""Toy configurations of architectures beyond those of `toys`: some that were once silently wrong,
-and some that cannot be right here.
+"""Toy configurations of every decoder of transformers: `names` are all of them.
+
+Most are transformers' own defaults made small (`toy_shrink`). Written out are those that were once
+silently wrong, those that cannot be right here, and variants of one architecture that take another
+path through it.
 """
 
 from __future__ import annotations
@@ -9,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from helpers.toy_shrink import shrunken
+from reinforge.config.architectures import NO_DECODERS
 
 ORIGINAL = 16  # tokens up to which the rotary embeddings of `longrope` stay as they are
 NAMED = 32  # and those of `dynamic`
@@ -367,12 +373,71 @@ REFUSED: dict[str, Make] = {
 
 ALL = RIGHT | STATEFUL | REFUSED
 
+_ROPE = {"rope_theta": 10000.0, "factor": 4.0}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+# the name of an architecture, and what is changed of its toy
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, tied": ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+    "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", **_ROPE}}),
+    "llama, yarn": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 32, **_ROPE}},
+    ),
+    "llama, llama3 rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", **_LLAMA3, **_ROPE}},
+    ),
+    "qwen2, window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3, window": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "mistral, no window": ("mistral", {"sliding_window": None}),
+    "phi3, window": ("phi3", {"sliding_window": WINDOW}),
+    "starcoder2, window": ("starcoder2", {"sliding_window": WINDOW}),
+    "gemma2, no softcap": ("gemma2", {"attn_logit_softcapping": None}),
+    "deepseek_v2, no query rank": ("deepseek_v2", {"q_lora_rank": None}),
+    "deepseek_v3, equal heads": ("deepseek_v3", {"v_head_dim": 16}),
+    "falcon, alibi": ("falcon", {"alibi": True}),
+    "falcon, new decoder": ("falcon", {"alibi": False, "new_decoder_architecture": True}),
+    "gpt_bigcode, many heads": ("gpt_bigcode", {"multi_query": False}),
+    "opt, norm after": ("opt", {"do_layer_norm_before": False}),
+}
+
+VISION = "it reads images; its text half is a model of its own, or cannot be saved alone"
+
+# of MODEL_FOR_CAUSAL_LM_MAPPING_NAMES: what is no decoder of text, with the reason
+EXCLUDED: dict[str, str] = {
+    **NO_DECODERS,
+    **dict.fromkeys(
+        ("emu3", "fuyu", "gemma3n", "git", "got_ocr2", "mllama", "phi4_multimodal"), VISION
+    ),
+}
+
+
+def names() -> list[str]:
+    """Every toy that can be made: those written out here, and every decoder that transformers
+    lists.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    listed = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in EXCLUDED]
+    return sorted({*listed, *ALL, *VARIANTS})
+
 
 def make_config(name: str, **changes: Any) -> Any:
     import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind, arguments = ALL[name]
-    return getattr(transformers, kind)(**{**arguments, **changes})
+    if name in ALL:
+        kind, arguments = ALL[name]
+        return getattr(transformers, kind)(**{**arguments, **changes})
+    base, own = VARIANTS.get(name, (name, {}))
+    return shrunken(CONFIG_MAPPING[base], **{**own, **changes})
 
 
 def make_architecture(

@@ -71,6 +71,10 @@ class ReinforgeCommands(LazyGroup):
             "reinforge.cli.algorithms:algorithms",
             "List the algorithms: the parts each is made of, its own defaults, its paper.",
         ),
+        "models": CommandEntry(
+            "reinforge.cli.models:models",
+            "Show which architectures are supported, by which engine, backend and feature.",
+        ),
         "recipes": CommandEntry(
             "reinforge.cli.configs:recipes",
             "List the configurations that come with reinforge.",

@@ -46,17 +46,22 @@ KNOWN: dict[str, str] = {
         (
             "bloom",
             "codegen",
+            "cpmant",
             "falcon",
             "gpt_neo",
             "gpt_neox_japanese",
             "gptj",
             "mpt",
             "openai-gpt",
+            "reformer",
             "xglm",
+            "xlm",
+            "xlnet",
         ),
         OWN,
     ),
     **dict.fromkeys(("minimax", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"), STATE),
+    **dict.fromkeys(("axk2", "deepseek_v4", "hy_v4", "qwen4_exp", "qwen4_exp_text"), SPARSE),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SPARSE),
     "diffllama": "it attends twice in each layer, which the paged cache does not know",
     "doge": (
@@ -64,6 +69,65 @@ KNOWN: dict[str, str] = {
         " know"
     ),
 }
+
+# what transformers lists as causal language models and is no decoder of text
+NO_DECODERS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "bert",
+            "bert-generation",
+            "big_bird",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "megatron-bert",
+            "rembert",
+            "roberta",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "roformer",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+            "xmod",
+        ),
+        "it is an encoder, which reads texts and does not write them",
+    ),
+    **dict.fromkeys(
+        (
+            "bart",
+            "bigbird_pegasus",
+            "blenderbot",
+            "blenderbot-small",
+            "marian",
+            "mbart",
+            "mvp",
+            "pegasus",
+            "plbart",
+            "prophetnet",
+            "trocr",
+            "whisper",
+        ),
+        "it has an encoder, and its decoder attends to what that one read",
+    ),
+    **dict.fromkeys(
+        ("moshi", "musicgen", "musicgen_melody"), "it writes the codes of sounds, not text"
+    ),
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "it drafts tokens for another model, whose cache it reads",
+    ),
+    "blt": "it reads patches of bytes, which a second model cuts",
+}
+KNOWN |= NO_DECODERS
+KNOWN |= {
+    "gemma4_unified": "its forward needs what images and sounds bring, also where there are none",
+    "hrm_text": "it goes through its layers several times, and the paged cache holds one round",
+    **dict.fromkeys(("inkling_text", "zaya"), STATE),
+    **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), SPARSE),
+    "modernbert-decoder": "it has further layers between its trunk and its head",
+}
+FIX = "Use a model whose layers all have standard attention."
 
 
 def refusal(config: Mapping[str, Any]) -> str | None:
@@ -91,6 +155,12 @@ def _kinds(text: Mapping[str, Any]) -> set[str]:
         for kind in text.get(key) or []
         if isinstance(kind, str)
     }
+
+
+def refusal_in_words(config: Mapping[str, Any], why: str) -> str:
+    """The sentence that `plan` and a run refuse a model with."""
+    name = next(iter(config.get("architectures") or []), config.get("model_type"))
+    return f"{name} cannot be trained here: {why}."
 
 
 def scores(config: Mapping[str, Any]) -> str | None:

@@ -33,11 +33,17 @@ class ServerFacts:
     sleeps: bool = True  # gives GPU memory back while the trainer needs it
     key: bool = True  # answers only who has its key; otherwise everybody on its host
     cpu_head_size: int = 1  # the smallest attention head that it computes on a CPU
+    # architectures that the server itself generated with; none: only a stub of it answered
+    run_with: tuple[str, ...] = ()
 
 
 SERVERS: dict[str, ServerFacts] = {
     "vllm": ServerFacts(
-        "reinforge.engines.served.vllm:Vllm", package="vllm", ipc=True, cpu_head_size=32
+        "reinforge.engines.served.vllm:Vllm",
+        package="vllm",
+        ipc=True,
+        cpu_head_size=32,
+        run_with=("llama", "qwen2"),
     ),
     "sglang": ServerFacts("reinforge.engines.served.sglang:Sglang", package="sglang"),
 }

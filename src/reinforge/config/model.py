@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from reinforge.config.base import Section
+
+# what a model may lie on; every other name is refused before anything is loaded
+DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
+ELSEWHERE = (
+    "reinforge computes on CPUs and on NVIDIA GPUs (cuda), and its kernels are for these; set"
+    " model.device to cpu, which runs everywhere, or leave it out"
+)
 
 
 class ModelConfig(Section):
@@ -19,7 +27,11 @@ class ModelConfig(Section):
         ),
     )
     device: str = Field(
-        "auto", description="auto, cpu, cuda or cuda:N. auto: the first GPU if there is one."
+        "auto",
+        description=(
+            "auto, cpu, cuda or cuda:N. auto: the first NVIDIA GPU if there is one, or the CPU."
+            " Apple's mps, Intel's xpu, hpu and others are refused."
+        ),
     )
     revision: str | None = Field(None, description="Hub revision (commit, tag or branch).")
     tokenizer: str | None = Field(
@@ -59,6 +71,13 @@ class ModelConfig(Section):
             " Slower: see benchmarks/exact_cost.py."
         ),
     )
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, name: str) -> str:
+        if not DEVICES.fullmatch(name):
+            raise ValueError(f"{name!r} is no device that models are trained on: {ELSEWHERE}")
+        return name
 
     @model_validator(mode="after")
     def _exact_is_not_compiled(self) -> ModelConfig:

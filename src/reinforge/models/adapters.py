@@ -30,6 +30,15 @@ from reinforge.models.adapter_dropout import add_dropout
 _NEW = "_begins_as_its_base"  # on a wrapped module: its adapter adds nothing before the first step
 
 
+# linear layers that these architectures do not call: they read the weight, or a kernel does
+_READ: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), (".out_proj",)),
+    **dict.fromkeys(("falcon_mamba", "mamba"), (".dt_proj", ".out_proj")),
+    "jamba": (".dt_proj",),
+    "longcat_flash": (".classifier",),
+}
+
+
 def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None = None) -> Any:
     """Wraps the module.
 
@@ -50,7 +59,7 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
             task_type=None if head else "CAUSAL_LM",
             use_dora=cfg.kind == "dora",
             use_rslora=cfg.kind == "rslora",
-            exclude_modules=[head] if head else None,
+            exclude_modules=_left_out(module, cfg, head) or None,
             modules_to_save=list(cfg.modules_to_save) or None,
             init_lora_weights="pissa" if cfg.init == "pissa" else True,
             target_modules=cfg.targets if isinstance(cfg.targets, str) else list(cfg.targets),
@@ -72,6 +81,29 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
     make_lean(wrapped)
     setattr(wrapped, _NEW, not cfg.path and cfg.init == "default")
     return wrapped
+
+
+def _left_out(module: Any, cfg: AdapterConfig, head: str | None) -> list[str]:
+    """What "all linear layers" does not mean: the head of a reward model; layers that are linear by
+    kind and compute something else (a router that chooses experts), or whose weight is read
+    without calling them; the towers of a multimodal model, whose text half is trained.
+    """
+    found = [head] if head else []
+    if cfg.targets != "all-linear":
+        return found
+    text = module.get_decoder() if module.config.get_text_config() is not module.config else None
+    inside = None if text is None else {id(part) for part in text.modules()}
+    read = _READ.get(module.config.get_text_config().model_type, ())
+    return found + [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear)
+        and (
+            (type(part).forward is not nn.Linear.forward and not hasattr(part, "quant_state"))
+            or (inside is not None and id(part) not in inside)
+            or name.endswith(read)
+        )
+    ]
 
 
 def whole_modules(module: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Legend: N tokens, H heads, E numbers that are normed together.
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -93,6 +94,8 @@ def _is_known(norm: Any) -> bool:
     """Whether this module is `rms_norm`, tried on a copy in bfloat16, where roundings show."""
     if [name for name, _ in norm.named_parameters()] != ["weight"] or norm.weight.ndim != 1:
         return False
+    if len(inspect.signature(norm.forward).parameters) != 1:
+        return False  # it also gets a gate
     twin = copy.deepcopy(norm).to_empty(device="cpu").to(torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     size = twin.weight.shape[0]

@@ -19,7 +19,7 @@ import torch
 from reinforge.config import architectures
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.chat_templates import CHAT_TEMPLATES, fitting
-from reinforge.config.model import ModelConfig
+from reinforge.config.model import ELSEWHERE, ModelConfig
 from reinforge.core.errors import InputError
 from reinforge.core.hub import unavailable
 from reinforge.core.hub_trouble import hub_trouble
@@ -185,12 +185,9 @@ def check_architecture(
     wanted.
     """
     facts = shape.to_dict()
-    name = next(iter(shape.architectures or []), shape.model_type)
     if reason := architectures.refusal(facts):
         raise InputError(
-            f"{name} cannot be trained here: {reason}.",
-            where=where,
-            fix="Use a model whose layers all have standard attention.",
+            architectures.refusal_in_words(facts, reason), where=where, fix=architectures.FIX
         )
     if not scores and (kind := architectures.scores(facts)):
         raise InputError(
@@ -216,7 +213,23 @@ def pick_device(name: str) -> torch.device:
             where="model.device",
             fix="Set model.device=cpu or auto.",
         )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"there is no GPU {device.index}: torch sees {torch.cuda.device_count()}, from 0.",
+            where="model.device",
+            fix="Set model.device=auto, or the number of one that is there.",
+        )
     return device
+
+
+def check_place(module: Any) -> None:
+    """Refuses a module that lies where nothing of ours runs (mps, xpu, hpu, ...)."""
+    if module.device.type not in ("cpu", "cuda"):
+        raise InputError(
+            f"the model lies on {module.device}: {ELSEWHERE}.",
+            where="model.device",
+            fix='Move it: model.to("cpu").',
+        )
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -346,6 +359,7 @@ def model_of(
     and with its tokenizer.
     """
     check_architecture(module.config, type(module).__name__, "model")
+    check_place(module)
     if cfg.device != "auto" or module.device.type == "cpu":
         module.to(pick_device(cfg.device))
     if is_adapted(module):

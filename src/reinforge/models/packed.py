@@ -94,13 +94,10 @@ class PackedModel:
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers."""
-        stacks = (
-            part
-            for part in self.trunk.modules()
-            if isinstance(part, nn.ModuleList) and len(part) == self.config.num_hidden_layers
-        )
-        return next(stacks)
+        """The decoder layers. LongCat counts two to a layer: one attention each."""
+        stacks = [part for part in self.trunk.modules() if isinstance(part, nn.ModuleList)]
+        counts = (self.config.num_hidden_layers, getattr(self.config, "num_layers", None))
+        return next(part for count in counts for part in stacks if len(part) == count)
 
     def compile_layers(self) -> None:
         """torch.compile of each decoder layer, attention left out: norms, rotary embedding and
@@ -149,7 +146,9 @@ class PackedModel:
                 layout=layout,
                 places=positions,
             )
-        return out.last_hidden_state[0]
+        hidden: Tensor = out.last_hidden_state[0]
+        # Mamba adds layers up in float32, and its head reads the precision of the model
+        return hidden.to(self.dtype) if hidden.dtype == torch.float32 else hidden
 
     def states(self, batch: Batch) -> Tensor:
         """[N, E] hidden states of a pack; of this rank's slice of it where there are `slices`.

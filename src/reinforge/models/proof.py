@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from reinforge.config.architectures import FIX
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
@@ -49,7 +50,6 @@ LIMIT = 1e-3
 ROW = 12
 # a sample longer than such a window is computed; of a wider one the mask alone is looked at
 LONGEST_WINDOW = 64
-FIX = "Use a model whose layers all have standard attention."
 
 
 @contextmanager

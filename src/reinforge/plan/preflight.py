@@ -21,6 +21,7 @@ from reinforge.algorithms import catalogue
 from reinforge.algorithms.settings import closest
 from reinforge.config import megatron
 from reinforge.config.adapter import AdapterConfig
+from reinforge.config.architectures import FIX, refusal, refusal_in_words
 from reinforge.config.chat_templates import CHAT_TEMPLATES
 from reinforge.config.recipes import how_to_make
 from reinforge.config.rollout import RolloutConfig
@@ -274,6 +275,16 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return (f"Did you mean {close}? " if close else "") + f"There are: {', '.join(names)}."
 
 
+def _check_architecture(file: Path, report: PlanReport) -> None:
+    """That nothing is known against the architecture of the policy."""
+    try:
+        model = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # told where the configuration is loaded
+    if isinstance(model, dict) and (why := refusal(model)) is not None:
+        report.refuse("model.path", refusal_in_words(model, why), FIX)
+
+
 def _check_model(config: Config, report: PlanReport) -> None:
     model = config.model
     adapter = config.adapter
@@ -294,6 +305,8 @@ def _check_model(config: Config, report: PlanReport) -> None:
                     else "Give the model's directory."
                 )
                 report.refuse(key, f"{text} has no config.json.", fix)
+            elif key == "model.path":
+                _check_architecture(path / "config.json", report)
         elif path.is_file():
             if path.suffix != ".gguf":
                 report.refuse(

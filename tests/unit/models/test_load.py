@@ -24,6 +24,7 @@ from reinforge.models.load import (
     load_model,
     load_scalar,
     load_tokenizer,
+    model_of,
     pick_device,
     pick_dtype,
     stop_tokens,
@@ -43,6 +44,26 @@ def test_loads_what_transformers_loads(tiny_dir: str) -> None:
         and context_length(ModelConfig(path=tiny_dir)) == 128
     )
     assert model.tokenizer.decode(model.tokenizer("7+5=é\n").input_ids) == "7+5=é\n"
+
+
+@pytest.mark.parametrize("name", ["mps", "xpu", "hpu", "npu:0", "cuda:x", "gpu", ""])
+def test_devices_that_nothing_here_runs_on_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"no device that models are trained on: .* cpu"):
+        ModelConfig(path="x", device=name)
+
+
+def test_a_module_on_another_device_is_refused() -> None:
+    module = make_module().to("meta")
+    with pytest.raises(InputError, match=r"model\.device: the model lies on meta: .*CPUs"):
+        model_of(module, ModelConfig(path="x"))
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device("cuda:1").index == 1
+    with pytest.raises(InputError, match=r"there is no GPU 2: torch sees 2"):
+        pick_device("cuda:2")
 
 
 def test_dtype_and_device() -> None:

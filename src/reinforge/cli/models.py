@@ -1,0 +1,137 @@
+"""The command `models`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from reinforge.algorithms.settings import closest
+from reinforge.cli.show import console, print_mapping, print_table
+from reinforge.config import model_table
+from reinforge.config.architectures import NO_DECODERS
+from reinforge.config.model import ModelConfig
+from reinforge.config.model_table import COLUMNS, TOLD, Support
+from reinforge.core.errors import InputError
+
+WORDS = {
+    "right": "right at toy size: log-probs, gradients and greedy answers of transformers",
+    "trains": "trains right at toy size; the native engine cannot generate with it",
+    "refused": "refused",
+    "not tried": model_table.NOT_TRIED,
+}
+WIDE = 100  # columns of a terminal that has room for the names people know
+MARKS = {"yes": "yes, was run", "code": "follows from the code, was not run", "no": "no"}
+
+
+def models(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help=(
+                "An architecture (qwen2, LlamaForCausalLM), a model's directory or its config.json,"
+                " or a hub id."
+            ),
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Show which architectures are supported, by which engine, backend and feature.
+
+    [bold]Examples[/bold]
+
+      reinforge models
+
+      reinforge models qwen3_moe
+
+      reinforge models path/to/model
+    """
+    found = list(model_table.table()) if name is None else [support_of(name)]
+    if as_json:
+        print(json.dumps([asdict(each) for each in found], indent=2))
+    elif name is None:
+        _print_all(found)
+    else:
+        _print_one(found[0])
+
+
+def support_of(name: str) -> Support:
+    """What is known of an architecture or of a model."""
+    path = Path(name).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if path.exists():
+        return model_table.support(_read(file))
+    if (known := model_table.named(name)) is not None:
+        return model_table.support({"model_type": known})
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        from reinforge.models.load import load_config
+
+        return model_table.support(load_config(ModelConfig(path=name), "NAME").to_dict())
+    near = closest(name, model_table.names(), 0.5)
+    guess = f"Did you mean {near}? " if near else ""
+    raise InputError(
+        f"{name!r} is neither an architecture that something is known of nor a model here.",
+        where="NAME",
+        fix=f"{guess}`reinforge models` lists what was tried; others may work all the same.",
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise InputError(f"there is no {file}.", where="NAME", fix="Give the directory of a model.")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(
+            f"{file} is no JSON: {error}.", where="NAME", fix="Give a model's config.json."
+        ) from error
+    if not isinstance(found, dict) or "model_type" not in found:
+        raise InputError(
+            f"{file} names no model_type.", where="NAME", fix="Give a model's config.json."
+        )
+    return found
+
+
+def _print_all(found: list[Support]) -> None:
+    out = console()
+    wide = out.width >= WIDE or not out.is_terminal
+    print_table(
+        [
+            {
+                "architecture": each.name,
+                **{column: each.cells[column].mark for column in TOLD},
+                **({"known as": each.known_as or ""} if wide else {}),
+            }
+            for each in found
+            if each.verdict in ("right", "trains")
+        ]
+    )
+    print()
+    refused = [each.name for each in found if each.verdict == "refused"]
+    decoders = [name for name in refused if name not in NO_DECODERS]
+    print_mapping(
+        {
+            "all of these": "packs, shared prompts, LoRA, save and load, in float32 and bfloat16",
+            "refused": decoders,
+            "no decoders": f"{len(refused) - len(decoders)} encoders and others, refused too",
+            "others": model_table.NOT_TRIED,
+            "more": "reinforge models NAME says why, and by which engine and backend",
+        }
+    )
+
+
+def _print_one(found: Support) -> None:
+    told: dict[str, Any] = {
+        "architecture": found.name,
+        "known as": found.known_as,
+        "verdict": WORDS[found.verdict] + (f": {found.reason}" if found.reason else ""),
+    }
+    if found.verdict in ("right", "trains"):
+        for column in COLUMNS:
+            cell = found.cells[column]
+            told[column] = MARKS[cell.mark] + (f": {cell.why}" if cell.why else "")
+    print_mapping(told)

@@ -1,0 +1,363 @@
+"""Which architectures are trained here: with which engine, which backend and which feature.
+
+`reinforge models` prints it, docs/models.md is made from it, and `plan` refuses by the same words.
+`RIGHT` is what `benchmarks/architectures.py` ran at toy size, which says where the table differs
+from what it finds; what is refused, and why, is `architectures.KNOWN`. A model that stands in
+neither is not tried: when it is loaded `models.proof` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from reinforge.config import megatron
+from reinforge.config.architectures import KNOWN, refusal
+from reinforge.config.engine import SERVERS
+
+Mark = Literal["yes", "code", "no"]
+Verdict = Literal["right", "trains", "refused", "not tried"]
+
+# what the columns mean
+ENGINES = {
+    "native": "the trainer's own module generates",
+    **{server: f"`rollout.engine: {server}`" for server in SERVERS},
+}
+BACKENDS = {
+    "local": "`train.backend: local`, one process",
+    "fsdp": "`train.backend: fsdp`",
+    "deepspeed": "`train.backend: deepspeed`",
+    "megatron": "`train.backend: megatron`",
+}
+FEATURES = {
+    "packed": "samples of several lengths end to end, without padding",
+    "shared": "the prompt of a group is computed once",
+    "lora": "LoRA, also merged",
+    "qlora": "LoRA on a base in 4 bits",
+    "exact": "`model.exact`: sampling and training have the same bits",
+    "fp8": "`rollout.precision: fp8`",
+    "gguf": "`reinforge export --gguf`",
+}
+COLUMNS = {**ENGINES, **BACKENDS, **FEATURES}
+# these differ most from one architecture to another
+TOLD = ("native", "exact", "fp8", "qlora", "megatron", "gguf")
+
+RIGHT: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            "apertus",
+            "arcee",
+            "biogpt",
+            "bitnet",
+            "cohere",
+            "cohere2",
+            "cohere_compass_text",
+            "ctrl",
+            "cwm",
+            "ernie4_5",
+            "exaone4",
+            "gemma",
+            "gemma2",
+            "gemma3",
+            "gemma3_text",
+            "gemma4",
+            "gemma4_text",
+            "gemma4_unified_text",
+            "glm",
+            "glm4",
+            "gpt_bigcode",
+            "gpt_neox",
+            "granite",
+            "helium",
+            "hunyuan_v1_dense",
+            "hyperclovax",
+            "jais2",
+            "llama",
+            "ministral",
+            "ministral3",
+            "mistral",
+            "nanochat",
+            "nemotron",
+            "olmo",
+            "olmo2",
+            "olmo3",
+            "opt",
+            "persimmon",
+            "phi",
+            "phi3",
+            "qwen2",
+            "qwen3",
+            "seed_oss",
+            "smollm3",
+            "stablelm",
+            "starcoder2",
+            "vaultgemma",
+        ),
+        (),
+    ),
+    **dict.fromkeys(
+        (
+            "gemma3n_text",
+            "granite_swa",
+            "minicpm3",
+            "youtu",
+        ),
+        ("exact",),
+    ),
+    **dict.fromkeys(
+        (
+            "gpt-sw3",
+            "gpt2",
+            "jetmoe",
+        ),
+        ("fp8",),
+    ),
+    **dict.fromkeys(
+        (
+            "afmoe",
+            "aria_text",
+            "axk1",
+            "bamba",
+            "cohere2_moe",
+            "dbrx",
+            "deepseek_v2",
+            "deepseek_v3",
+            "dots1",
+            "ernie4_5_moe",
+            "exaone_moe",
+            "falcon_h1",
+            "falcon_mamba",
+            "flex_olmo",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "gpt_oss",
+            "granitemoe",
+            "granitemoe_swa",
+            "granitemoehybrid",
+            "granitemoeshared",
+            "hunyuan_v1_moe",
+            "hy_v3",
+            "jamba",
+            "kimi_linear",
+            "laguna",
+            "lfm2",
+            "lfm2_moe",
+            "llama4",
+            "llama4_text",
+            "mamba",
+            "mamba2",
+            "mellum",
+            "mimo_v2_flash",
+            "minimax_m2",
+            "mixtral",
+            "nemotron_h",
+            "olmo_hybrid",
+            "olmoe",
+            "phimoe",
+            "qwen2_moe",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+            "qwen3_moe",
+            "qwen3_next",
+            "solar_open",
+        ),
+        (
+            "exact",
+            "fp8",
+        ),
+    ),
+    **dict.fromkeys(
+        ("longcat_flash",),
+        (
+            "exact",
+            "fp8",
+            "qlora",
+        ),
+    ),
+}
+
+# the names under which people know some of them
+KNOWN_AS: dict[str, str] = {
+    "llama": "Llama 2, 3.x; SmolLM2, TinyLlama, Yi, DeepSeek-R1-Distill-Llama",
+    "llama4_text": "Llama 4",
+    "qwen2": "Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5_text": "Qwen3.5",
+    "qwen3_5_moe_text": "Qwen3.5, mixtures of experts",
+    "mistral": "Mistral 7B",
+    "ministral3": "Ministral 3",
+    "mixtral": "Mixtral",
+    "gemma": "Gemma 1",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3",
+    "gemma3n_text": "Gemma 3n",
+    "gemma4_text": "Gemma 4",
+    "phi": "Phi-1, Phi-2",
+    "phi3": "Phi-3, Phi-4",
+    "phimoe": "Phi-3.5-MoE",
+    "gpt_oss": "gpt-oss-20b, gpt-oss-120b",
+    "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v3": "DeepSeek-V3, R1",
+    "deepseek_v32": "DeepSeek-V3.2",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "olmoe": "OLMoE",
+    "granite": "Granite 3",
+    "granitemoehybrid": "Granite 4",
+    "smollm3": "SmolLM3",
+    "glm4_moe": "GLM-4.5, GLM-4.6",
+    "minimax_m2": "MiniMax-M2",
+    "cohere2": "Command R7B, Command A",
+    "gpt2": "GPT-2",
+    "gpt_neox": "Pythia, GPT-NeoX-20B",
+    "lfm2": "LFM2",
+    "nemotron_h": "Nemotron-H, Nemotron Nano 2",
+    "falcon_h1": "Falcon-H1",
+    "seed_oss": "Seed-OSS",
+}
+
+# where more was run than toys in one process
+_ON_RANKS = frozenset({"llama", "qwen2", "qwen2_moe", "qwen3"})
+_IN_MEGATRON = frozenset({"llama", "qwen2", "qwen3"})
+_GGUF = ("llama", "mistral", "qwen2", "qwen3")
+
+LACKS = {
+    "native": "its cache does not fit the native engine; train on given texts, or use a server",
+    "exact": "its log-probs depend on the rest of a batch in the last bit",
+    "fp8": "its layers have matrices that are no plain linear layers",
+    "qlora": "bitsandbytes does not quantise its layers",
+}
+SERVED = "where the server knows the architecture; its log-probs are compared after every update"
+NOT_TRIED = "not tried: when the model is loaded it is proved right, or refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Whether something works with an architecture, and why or how that is known.
+
+    yes: it was run. code: it follows from the code, and was not run with this architecture.
+    """
+
+    mark: Mark
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """What is known of one architecture, or of one model of it."""
+
+    name: str  # transformers' model_type
+    verdict: Verdict
+    reason: str | None  # why it is refused
+    cells: Mapping[str, Cell]  # by COLUMNS
+
+    @property
+    def known_as(self) -> str | None:
+        return KNOWN_AS.get(self.name)
+
+
+def names() -> list[str]:
+    """Every architecture of which something is known."""
+    return sorted({*RIGHT, *KNOWN})
+
+
+def table() -> Iterator[Support]:
+    for name in names():
+        yield support({"model_type": name})
+
+
+def support(config: Mapping[str, Any]) -> Support:
+    """What is known of a model with this config.json; `{"model_type": name}` asks for an
+    architecture.
+    """
+    name = type_of(config)
+    if (why := refusal(config)) is not None:
+        return Support(name, "refused", why, dict.fromkeys(COLUMNS, Cell("no", why)))
+    if name not in RIGHT:
+        return Support(name, "not tried", None, dict.fromkeys(COLUMNS, Cell("code", NOT_TRIED)))
+    lacks = RIGHT[name]
+    verdict: Verdict = "trains" if "native" in lacks else "right"
+    return Support(name, verdict, None, _cells(name, lacks, config))
+
+
+def type_of(config: Mapping[str, Any]) -> str:
+    """The architecture of a model, or of the text half of a multimodal one."""
+    own = config.get("model_type")
+    text = config.get("text_config")
+    within = text.get("model_type") if isinstance(text, Mapping) else None
+    known = [str(name) for name in (own, within) if name in RIGHT or name in KNOWN]
+    return known[0] if known else str(own or within or "unknown")
+
+
+def _cells(name: str, lacks: tuple[str, ...], config: Mapping[str, Any]) -> dict[str, Cell]:
+    cells = dict.fromkeys(COLUMNS, Cell("yes"))
+    for server, facts in SERVERS.items():
+        how = SERVED if facts.run_with else f"{SERVED}; run against a stub only"
+        cells[server] = Cell("yes" if name in facts.run_with else "code", how)
+    for backend in ("fsdp", "deepspeed"):
+        cells[backend] = Cell("yes" if name in _ON_RANKS else "code")
+    cells["megatron"] = _megatron(name, config)
+    cells["gguf"] = (
+        Cell("yes") if name in _GGUF else Cell("no", "llama.cpp's own converter knows more models")
+    )
+    cells |= {feature: Cell("no", LACKS[feature]) for feature in lacks}
+    return cells
+
+
+def _megatron(name: str, config: Mapping[str, Any]) -> Cell:
+    why = megatron.unknown_in({**config, "model_type": name})
+    if why is not None:
+        return Cell("no", f"the model has {why}")
+    return Cell("yes" if name in _IN_MEGATRON else "code")
+
+
+# ---- names that people give ----
+
+_HEADS = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration", "Decoder")
+# classes whose name is not that of their model_type
+_CLASSES = {
+    "CohereCompassForCausalLM": "cohere_compass_text",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma3nForCausalLM": "gemma3n_text",
+    "Gemma4ForCausalLM": "gemma4_text",
+    "Gemma4UnifiedForCausalLM": "gemma4_unified_text",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+    "InklingForCausalLM": "inkling_text",
+    "MiniMaxM3VLForCausalLM": "minimax_m3_vl_text",
+    "ModernBertDecoderForCausalLM": "modernbert-decoder",
+    "ReformerModelWithLMHead": "reformer",
+    "XLMWithLMHeadModel": "xlm",
+}
+
+
+def named(name: str) -> str | None:
+    """The model_type that somebody means: a model_type or the class of a checkpoint; None: there is
+    none.
+
+    >>> named("LlamaForCausalLM"), named("Qwen2-MoE"), named("lama")
+    ('llama', 'qwen2_moe', None)
+    """
+    every = names()
+    if name in every:
+        return name
+    if name in _CLASSES:
+        return _CLASSES[name]
+    bare = name
+    for head in _HEADS:
+        bare = bare.removesuffix(head)
+    return {_plain(each): each for each in every}.get(_plain(bare))
+
+
+def _plain(name: str) -> str:
+    """
+    >>> _plain("Qwen3_5-MoE")
+    'qwen35moe'
+    """
+    return "".join(letter for letter in name.lower() if letter.isalnum())
