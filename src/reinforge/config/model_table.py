@@ -145,7 +145,6 @@ RIGHT: dict[str, tuple[str, ...]] = {
             "lfm2_moe",
             "llama4",
             "llama4_text",
-            "mamba",
             "mamba2",
             "mellum",
             "mimo_v2_flash",
@@ -170,7 +169,10 @@ RIGHT: dict[str, tuple[str, ...]] = {
         ),
     ),
     **dict.fromkeys(
-        ("longcat_flash",),
+        (
+            "longcat_flash",
+            "mamba",
+        ),
         (
             "exact",
             "fp8",
