@@ -230,7 +230,31 @@ def greet(args: Sequence[str]) -> None:
         and (args[0] not in TELLING or sys.stderr.isatty())
         and os.environ.get("RANK", "0") == "0"
     ):
-        print(f"reinforge {__version__}: {' '.join(args)}", file=sys.stderr, flush=True)
+        print(f"reinforge {__version__}: {' '.join(_unsecret(args))}", file=sys.stderr, flush=True)
+
+
+SECRETS = ("key", "token", "secret", "password")  # in names of options and settings
+
+
+def _unsecret(args: Sequence[str]) -> list[str]:
+    """What was asked for, without values that nobody wants in a log.
+
+    >>> _unsecret(["serve", "M", "--api-key", "sk-1", "tracker.api_key=sk-2", "--max-new-tokens=5"])
+    ['serve', 'M', '--api-key', '***', 'tracker.api_key=***', '--max-new-tokens=5']
+    """
+    told: list[str] = []
+    hidden = False
+    for arg in args:
+        name, equals, _ = arg.partition("=")
+        last = name.lower().replace("-", "_").split(".")[-1].split("_")[-1]
+        if hidden:
+            told.append("***")
+        elif equals and last in SECRETS:
+            told.append(f"{name}=***")
+        else:
+            told.append(arg)
+        hidden = not hidden and not equals and arg.startswith("--") and last in SECRETS
+    return told
 
 
 def _paragraph(error: Exception) -> str:

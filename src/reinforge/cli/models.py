@@ -63,15 +63,16 @@ def support_of(name: str) -> Support:
     """What is known of an architecture or of a model."""
     path = Path(name).expanduser()
     file = path / "config.json" if path.is_dir() else path
-    if path.exists():
+    known = model_table.named(name)
+    if file.is_file() or (path.exists() and known is None):
         return model_table.support(_read(file))
-    if (known := model_table.named(name)) is not None:
+    if known is not None:
         return model_table.support({"model_type": known})
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         from reinforge.models.load import load_config
 
         return model_table.support(load_config(ModelConfig(path=name), "NAME").to_dict())
-    near = closest(name, model_table.names(), 0.5)
+    near = closest(name.lower(), model_table.names(), 0.5)
     guess = f"Did you mean {near}? " if near else ""
     raise InputError(
         f"{name!r} is neither an architecture that something is known of nor a model here.",

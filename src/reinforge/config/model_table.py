@@ -205,7 +205,7 @@ KNOWN_AS: dict[str, str] = {
     "phimoe": "Phi-3.5-MoE",
     "gpt_oss": "gpt-oss-20b, gpt-oss-120b",
     "deepseek_v2": "DeepSeek-V2",
-    "deepseek_v3": "DeepSeek-V3, R1",
+    "deepseek_v3": "DeepSeek-V3, DeepSeek-R1",
     "deepseek_v32": "DeepSeek-V3.2",
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
@@ -225,13 +225,16 @@ KNOWN_AS: dict[str, str] = {
 }
 
 # where more was run than toys in one process
-_ON_RANKS = frozenset({"llama", "qwen2", "qwen2_moe", "qwen3"})
+_ON_RANKS = {
+    "fsdp": frozenset({"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text"}),
+    "deepspeed": frozenset({"llama", "qwen2", "qwen2_moe", "qwen3"}),
+}
 _IN_MEGATRON = frozenset({"llama", "qwen2", "qwen3"})
 _GGUF = ("llama", "mistral", "qwen2", "qwen3")
 
 LACKS = {
     "native": "its cache does not fit the native engine; train on given texts, or use a server",
-    "exact": "its log-probs depend on the rest of a batch in the last bit",
+    "exact": "refused when the model is loaded, with the reason",
     "fp8": "its layers have matrices that are no plain linear layers",
     "qlora": "bitsandbytes does not quantise its layers",
 }
@@ -302,12 +305,17 @@ def _cells(name: str, lacks: tuple[str, ...], config: Mapping[str, Any]) -> dict
     for server, facts in SERVERS.items():
         how = SERVED if facts.run_with else f"{SERVED}; run against a stub only"
         cells[server] = Cell("yes" if name in facts.run_with else "code", how)
-    for backend in ("fsdp", "deepspeed"):
-        cells[backend] = Cell("yes" if name in _ON_RANKS else "code")
+    for backend, run_with in _ON_RANKS.items():
+        cells[backend] = Cell("yes" if name in run_with else "code")
     cells["megatron"] = _megatron(name, config)
     cells["gguf"] = (
         Cell("yes") if name in _GGUF else Cell("no", "llama.cpp's own converter knows more models")
     )
+    if name == "gpt_oss":
+        cells["qlora"] = Cell("yes", "of plain weights; MXFP4, as it is published, is refused")
+    method = config.get("quantization_config")
+    if isinstance(method, Mapping) and method.get("quant_method") == "mxfp4":
+        cells["qlora"] = Cell("no", "its weights are quantised already")
     cells |= {feature: Cell("no", LACKS[feature]) for feature in lacks}
     return cells
 
@@ -340,11 +348,13 @@ _CLASSES = {
 
 
 def named(name: str) -> str | None:
-    """The model_type that somebody means: a model_type or the class of a checkpoint; None: there is
-    none.
+    """The model_type that somebody means: a model_type, the class of a checkpoint or a name that
+    people know; None: there is none.
 
     >>> named("LlamaForCausalLM"), named("Qwen2-MoE"), named("lama")
     ('llama', 'qwen2_moe', None)
+    >>> named("SmolLM2"), named("phi-4"), named("Granite-4"), named("DeepSeek-R1")
+    ('llama', 'phi3', 'granitemoehybrid', 'deepseek_v3')
     """
     every = names()
     if name in every:
@@ -354,7 +364,12 @@ def named(name: str) -> str | None:
     bare = name
     for head in _HEADS:
         bare = bare.removesuffix(head)
-    return {_plain(each): each for each in every}.get(_plain(bare))
+    called = {
+        _plain(one): each
+        for each, known_as in KNOWN_AS.items()
+        for one in known_as.replace(";", ",").split(",")
+    }
+    return (called | {_plain(each): each for each in every}).get(_plain(bare))
 
 
 def _plain(name: str) -> str:

@@ -205,26 +205,36 @@ def _text(data: bytes, where: str) -> str:
         ) from None
 
 
+MOST_BROKEN = 1000  # lines that cannot be read, after which nobody looks for more
+
+
 def _jsonl(path: Path) -> Iterator[Record]:
-    """Row by row up to the first line that cannot be read; then all of those are told together."""
-    broken: list[InputError] = []
+    """Row by row up to the first line that cannot be read; then those are told together, up to a
+    number that says that it is another kind of file.
+    """
+    broken: list[tuple[str, str]] = []
+    first: InputError | None = None
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}:{number}"
             try:
                 row = _row_of(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, where)
             except InputError as error:
-                broken.append(error)
+                first = first or error.with_traceback(None)
+                broken.append((where, error.what))
+                if len(broken) == MOST_BROKEN:
+                    break
                 continue
             if row is not None and not broken:
                 yield where, row
+    if first is None:
+        return
     if len(broken) == 1:
-        raise broken[0]
-    if broken:
-        named = by_reason([(error.where or "", error.what) for error in broken])
-        listed = "".join(f"\n  - {line}" for line in named)
-        what = f"{len(broken):,} lines cannot be read:{listed}\n{broken[0].fix}"
-        raise InputError(what, where=str(path))
+        raise first
+    listed = "".join(f"\n  - {line}" for line in by_reason(broken))
+    least = "at least " if len(broken) == MOST_BROKEN else ""
+    what = f"{least}{len(broken):,} lines cannot be read:{listed}\n{first.fix}"
+    raise InputError(what, where=str(path))
 
 
 def _row_of(line: bytes, where: str) -> dict[str, Any] | None:

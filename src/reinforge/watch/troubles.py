@@ -197,8 +197,8 @@ class RunHealth:
         )
 
     def _is_solved(self) -> bool:
-        """Whether most steps are a row at the end in which every answer got the highest reward that
-        any step had, after others that had something to learn.
+        """Whether most steps are a row at the end in which every answer got at least the highest
+        mean that any step had, after others that had something to learn.
         """
         return self.varied and self.solved_steps * 2 > self.steps
 
@@ -206,9 +206,10 @@ class RunHealth:
         return Trouble(
             "solved",
             f"Solved after step {self.solved_from - 1}, as far as rewards tell: every answer since"
-            f" got the highest of the run, {self.best_reward:.4g}, and {_steps(self.solved_steps)}"
-            " had nothing to learn from.",
-            "Take harder prompts, or let eval.early_stop end such a run.",
+            f" got {self.best_reward:.4g}, more than the mean of any step before, and"
+            f" {_steps(self.solved_steps)} had nothing to learn from.",
+            "If that is all there is to get, take harder prompts, or let eval.early_stop end such a"
+            " run; if not, samples.jsonl shows what the answers settled on.",
         )
 
     def _idle(self) -> Trouble:

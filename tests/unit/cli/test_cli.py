@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from helpers.paths import SRC
-from reinforge.cli.main import main
+from reinforge.cli.main import greet, main
 from reinforge.core.errors import InputError, StoppedByPolicy, Terminated
 
 CONFIG = """
@@ -429,3 +429,11 @@ def test_digests_of_several_runs_are_compared(
     assert capsys.readouterr().out == "abc  runs/a\nabc  runs/b\nequal: bit-identical\n"
     assert main(["runs", "digest", "runs/a", "runs/b", "runs/c"]) == 1
     assert capsys.readouterr().out.splitlines()[-2:] == ["def  runs/c", "different"]
+
+
+def test_the_first_line_tells_no_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["serve", "M", "--api-key", "sk-1", "--hub-token=sk-2", "tracker.api_key=sk-3"]
+    greet([*asked, "--max-new-tokens", "5", "--tokens=7"])
+    assert capsys.readouterr().err.split(": ", 1)[1] == (
+        "serve M --api-key *** --hub-token=*** tracker.api_key=*** --max-new-tokens 5 --tokens=7\n"
+    )

@@ -43,6 +43,34 @@ def test_classes_of_checkpoints_are_names_too() -> None:
     assert {made: name for made, name in found.items() if name not in types[made]} == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("SmolLM2", "llama"),
+        ("phi-4", "phi3"),
+        ("Granite 4", "granitemoehybrid"),
+        ("DeepSeek-R1", "deepseek_v3"),
+        ("Qwen3.5", "qwen3_5"),
+    ],
+)
+def test_names_that_people_know(
+    name: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory of that name that holds no model does not hide them."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    assert support_of(name).name == meant
+
+
+def test_weights_that_are_quantised_already(tmp_path: Path) -> None:
+    plain = model_table.support({"model_type": "gpt_oss"}).cells["qlora"]
+    assert plain.mark == "yes" and "MXFP4" in plain.why
+    file = tmp_path / "config.json"
+    published = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    file.write_text(json.dumps(published))
+    assert support_of(str(file)).cells["qlora"].mark == "no"
+
+
 def test_the_cells_of_three_architectures() -> None:
     llama, mixtral, bloom = (
         {k: cell.mark for k, cell in model_table.support({"model_type": name}).cells.items()}

@@ -106,6 +106,17 @@ def test_bad_rows_are_refused_with_file_and_line(tmp_path: Path, line: str, mess
         load_rows(cfg(str(path)))
 
 
+def test_a_file_of_another_kind_is_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reinforge.data.readers.MOST_BROKEN", 3)
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(["{"] * 3 + ["7"] * 5))
+    with pytest.raises(InputError, match="at least 3 lines cannot be read") as caught:
+        load_rows(cfg(str(path)))
+    assert "not an object" not in str(caught.value)
+
+
 def test_lines_that_are_no_json_are_told_together(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     good = json.dumps(GOOD[0])

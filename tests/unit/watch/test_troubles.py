@@ -134,8 +134,8 @@ def test_while_a_run_goes_on_a_share_needs_a_few_steps() -> None:
 def test_a_trouble_names_its_numbers_and_the_next_step() -> None:
     [solved] = health(*[FINE] * 3, *[SOLVED] * 9).troubles(ended=True)
     assert solved.what == (
-        "Solved after step 3, as far as rewards tell: every answer since got the highest of the"
-        " run, 1, and 9 steps had nothing to learn from."
+        "Solved after step 3, as far as rewards tell: every answer since got 1, more than the mean"
+        " of any step before, and 9 steps had nothing to learn from."
     )
     [idle] = health(*[FINE] * 2, *[TIED] * 17, FINE).troubles(ended=True)
     assert (
