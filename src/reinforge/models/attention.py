@@ -321,7 +321,7 @@ class Segments:
             parts, seen = self._chunked[rule.chunk]
             k, v = (x.index_select(0, seen) for x in (k, v))
             return parts.attend(q, k, v, replace(rule, chunk=None))
-        if rule.softcap is None and v.shape[-1] <= q.shape[-1] and self._varlen(q, rule):
+        if rule.softcap is None and v.shape[-1] <= q.shape[-1] and self._varlen(q, k, v, rule):
             narrow = q.shape[-1] - v.shape[-1]
             out = varlen_attention(
                 q,
@@ -362,10 +362,14 @@ class Segments:
         found = Segments(lengths, starts[0], key_lengths, starts[1])
         return found, to_device(torch.cat(seen), device)
 
-    def _varlen(self, q: Tensor, rule: AttentionRule) -> bool:
-        """Sequences of one length are served best by the dense kernel, which knows no sinks."""
+    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> bool:
+        """Sequences of one length are served best by the dense kernel, which knows no sinks, and no
+        groups of heads whose values have another size.
+        """
         runs = 1 + sum(a != b for a, b in itertools.pairwise(self.lengths))
         even = self.key_lengths is self.lengths and runs <= EVEN_RUNS
+        if v.shape[-1] != q.shape[-1] and k.shape[1] != q.shape[1]:
+            even = False
         if rule.sinks is not None:
             even = max(self.lengths) == 1  # the kernel gives its sums in another order then
         return (

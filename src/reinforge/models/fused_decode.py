@@ -33,6 +33,7 @@ from reinforge.models.exact_attention import ExactPaged
 from reinforge.models.fp8 import Fp8Rows
 from reinforge.models.fp8_layers import copy_of
 from reinforge.models.fused_linear import separate
+from reinforge.models.mixture import ModelMixture
 
 # ---- a layer ----
 
@@ -200,6 +201,8 @@ class FusedDecode:
     @classmethod
     def of(cls, model: CausalModel) -> FusedDecode | None:
         """None: the trunk is made of other parts, or of such parts in another way."""
+        if isinstance(model, ModelMixture):  # its trunk is that of one of two models
+            return None
         trunk: Any = model.trunk
         exact = model.exact
         try:
@@ -256,6 +259,7 @@ class FusedDecode:
 PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 TRIAL = (0, 3, 150)  # tokens in the cache of the sequences of a trial, again and again
 EXACT_ROWS = (3, 70)
+FAR = 1 << 20  # positions further on, where a layer must do the same with the same rotation
 # relative differences that rounding explains, of a layer in float32 and of a whole trunk
 CLOSE = 1e-4
 LOOSE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -306,6 +310,20 @@ class _Listener:
         return self.paged.attend(0, q, k, v, rule)
 
 
+def _own_forward(
+    layer: Any, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, layout: _Listener
+) -> Tensor:
+    """[B, E] of x [B, E] through the layer itself."""
+    out = layer.forward(
+        x[None],
+        position_embeddings=tuple(part[None] for part in rope),
+        position_ids=positions[None],
+        layout=layout,
+    )
+    found: Tensor = (out[0] if isinstance(out, tuple) else out)[0]
+    return found
+
+
 @torch.no_grad()
 def _proven(own: Any, layer: FusedLayer, rotary: Any, exact: bool) -> bool:
     """Whether the parts of a layer, put together here, are its own forward: in float32 up to
@@ -325,19 +343,18 @@ def _proven(own: Any, layer: FusedLayer, rotary: Any, exact: bool) -> bool:
     first_weight = fused.out.linear.weight
     device = first_weight.device
     fused.index = 0
-    first, second = (trial([fused.shape], first_weight.dtype, device) for _ in range(2))
+    first, second, third = (trial([fused.shape], first_weight.dtype, device) for _ in range(3))
     before = torch.randn(len(TRIAL), fused.qkv[0].linear.in_features, generator=generator)
     before = before.to(first_weight)
     with _mode(exact):
         own_rope = _rope(rotary, before, first.cached)
         listener = _Listener(_layout(first, exact))
-        after = copied.forward(
-            before[None],
-            position_embeddings=tuple(part[None] for part in own_rope),
-            position_ids=first.cached[None],
-            layout=listener,
+        after, later = (
+            _own_forward(copied, before, own_rope, first.cached + shift, layout)
+            for shift, layout in ((0, listener), (FAR, _Listener(_layout(third, exact))))
         )
-        after = (after[0] if isinstance(after, tuple) else after)[0]
+        if not torch.equal(after, later):  # what depends on a position in other ways than by `rope`
+            return False
         if listener.asked is None or listener.asked.sinks is not None:
             return False
         for one in (layer, fused):

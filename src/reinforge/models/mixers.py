@@ -140,7 +140,8 @@ def _gated_delta(
     ) -> tuple[Tensor, Tensor | None]:
         mixer = _now.mixer
         if mixer is None:
-            out: tuple[Tensor, Tensor | None] = plain(query, key, value, g=g, beta=beta, **kwargs)
+            own = inspect.unwrap(plain) if query.dtype == torch.float32 else plain
+            out: tuple[Tensor, Tensor | None] = own(query, key, value, g=g, beta=beta, **kwargs)
             return out
         rule = GatedDelta(plain, by_token, bool(kwargs.get("use_qk_l2norm_in_kernel")))
         parts = [x[0] for x in (query, key, value, g, beta)]

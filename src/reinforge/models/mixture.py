@@ -77,7 +77,7 @@ class ModelMixture(CausalModel):
         self.rule = LogitRule()  # each model's own is applied before they are mixed
         with other() as model:
             self.width = policy.head.weight.shape[1]
-            self.layer_count = len(policy.layers)
+            self.layer_count = int(policy.config.num_hidden_layers)
             self.mixers = model.mixers + (0 if coefficient == 1 else policy.mixers)
             assert len(model.head.weight) == len(policy.head.weight), "two vocabularies"
 

@@ -12,6 +12,7 @@ size of a head, G groups of heads, E size of a state, C channels.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,8 @@ def _quiet(x: Tensor, real: Tensor | None) -> Tensor:
 class GatedDelta:
     """The gated delta rule (2412.06464): S_t = exp(g_t) S_{t-1} (1 - b_t k_t k_t') + b_t k_t v_t'.
 
-    With g = b = 0 a token leaves the state as it is: so do pads.
+    With g = b = 0 a token leaves the state as it is: so do pads. In float32 it is the torch code of
+    transformers, which kernels that it may have in its place do not know.
     """
 
     by_chunk: Callable[..., Any]
@@ -46,7 +48,11 @@ class GatedDelta:
     ) -> tuple[Tensor, Tensor]:
         """Parts: queries and keys [S, L, H, D], values [S, L, H, V], g and beta [S, L, H]."""
         query, key, value, decay, beta = parts
-        rule = self.by_token if query.shape[1] == 1 else self.by_chunk
+        # the kernel for single tokens has no gradient
+        single = query.shape[1] == 1 and not torch.is_grad_enabled()
+        rule = self.by_token if single else self.by_chunk
+        if query.dtype == torch.float32:
+            rule = inspect.unwrap(rule)
         out, final = rule(
             query,
             key,
@@ -119,11 +125,11 @@ class SelectiveScan:
         """Parts: x and dt [S, L, C], B and C [S, L, E]. The state is [S, C, E]."""
         x, dt, B, C = (part.float() for part in parts)
         dt = _quiet(dt, real)
-        decay = (dt[..., None] * self.A.float()).exp()
-        added = (dt * x)[..., None] * B[:, :, None]
-        now = torch.zeros_like(added[:, 0]) if state is None else state.float()
+        A = self.A.float()
+        now = x.new_zeros(x.shape[0], *A.shape) if state is None else state.float()
         outs = []
         for i in range(x.shape[1]):
-            now = decay[:, i] * now + added[:, i]
+            added = (dt[:, i] * x[:, i])[..., None] * B[:, i, None]
+            now = (dt[:, i, :, None] * A).exp() * now + added
             outs.append((now @ C[:, i, :, None])[..., 0])
         return torch.stack(outs, 1), now

@@ -178,6 +178,27 @@ def test_who_holds_the_state_of_a_half_read_prompt_may_leave(
     assert engine.stats.prompt_tokens > len(prompt) and drained(engine)
 
 
+def test_who_is_cancelled_while_no_slot_is_free() -> None:
+    """Its slot comes back when its caller has heard of it; who waits for one waits until then."""
+    engine = make_engine("lfm2", slots=2)
+    prompt = tokens_of(9, 1, VOCABULARY)
+    [want] = run(make_engine("lfm2").generate(prompt, LONG, key=3))
+
+    async def work() -> Completion:
+        first, second, third = (
+            asyncio.ensure_future(engine.generate(prompt, LONG, key=key)) for key in (1, 2, 3)
+        )
+        while len(engine._running) < 2:
+            await asyncio.sleep(0)
+        first.cancel()
+        found = await third
+        await second
+        return found[0]
+
+    agree([run(work())], [want])
+    assert drained(engine)
+
+
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
 def test_new_weights_recompute_the_states(name: str) -> None:
     """Half of an answer under old weights, half under new ones: the log-probs of the second half

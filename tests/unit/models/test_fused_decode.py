@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.models.fused_decode import FusedDecode
 from reinforge.models.fused_linear import join, separate
+from reinforge.models.mixture import ModelMixture
 
 
 def hidden_of_both(model: CausalModel, fused: FusedDecode) -> tuple[Any, Any]:
@@ -74,6 +77,31 @@ def test_one_strange_layer_is_enough() -> None:
     own = layer.forward
     layer.forward = lambda x, **kwargs: own(x, **kwargs) * 1.001
     assert FusedDecode.of(model) is None
+
+
+def test_what_depends_on_a_far_position_is_noticed() -> None:
+    """As in Ministral 3, whose queries grow past 16,384 tokens."""
+    model = make_model("llama")
+    layer = model.trunk.layers[1]
+    own = layer.forward
+
+    def forward(x: Any, **given: Any) -> Any:
+        return own(x, **given) * (1 + 0.1 * (given["position_ids"] > 16_384)[..., None])
+
+    layer.forward = forward
+    assert FusedDecode.of(model) is None
+
+
+def test_two_models_at_once_keep_their_own_forward() -> None:
+    policy = make_model("llama")
+
+    @contextmanager
+    def other() -> Iterator[CausalModel]:
+        yield policy
+
+    assert FusedDecode.of(policy) is not None
+    for share in (0.5, 1.0):
+        assert FusedDecode.of(ModelMixture(policy, other, share)) is None
 
 
 def adapted(arch: str, *, exact: bool = False, **settings: Any) -> CausalModel:

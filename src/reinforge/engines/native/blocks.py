@@ -65,6 +65,10 @@ class BlockPool:
             self._holders[block] = 1
         return taken
 
+    @property
+    def free_slots(self) -> int:
+        return len(self._free_slots)
+
     def take_slot(self) -> int:
         """A slot of state; 0 where there are none."""
         return self._free_slots.pop() if self.slots else 0

@@ -226,6 +226,7 @@ class NativeEngine:
         self.blocks = blocks
         self.pool = self._new_pool()
         self.cache = None
+        self.states = None
         self.decoder.forget()
 
     # ---- the contract ----
@@ -494,8 +495,9 @@ class NativeEngine:
                 return
             except torch.OutOfMemoryError:
                 pass  # once this block is left nothing holds what was allocated so far
+            self.cache = None
             torch.cuda.empty_cache()
-            if self.blocks <= self.pool.needed(longest):
+            if self.blocks <= self.pool.needed(longest) and self.slots <= 1:
                 gib = self.blocks * self._block_bytes() / 2**30
                 raise InputError(
                     f"the device has no {gib:.2g} GiB left for the KV cache of one sequence of"
@@ -506,6 +508,9 @@ class NativeEngine:
                         " an adapter (adapter.rank=16) instead of all weights."
                     ),
                 )
+            if self.slots > 1:
+                self.slots = self.slots * 3 // 4
+                self.max_batch = min(self.max_batch, self.slots)
             self._resize(max(self.pool.needed(longest), self.blocks * 3 // 4))
 
     # ---- rounds ----
@@ -571,6 +576,8 @@ class NativeEngine:
         reserved = self._missing(live, AHEAD)
         budget = PREFILL_TOKENS - sum(len(fork.tokens) - fork.done for fork in self._entering)
         room = self.max_batch - len(live)
+        if self.slots:  # who was cancelled holds one until its caller has heard of it
+            room = min(room, self.pool.free_slots)
         while self._waiting and room > 0 and (budget > 0 or not self._entering):
             fork = self._waiting[0]
             fork.sequences = fork.live
