@@ -29,7 +29,6 @@ from reinforge.engines.native.decode_batch import DecodeBatch
 from reinforge.engines.native.decoder import LaunchedWindow, bucket
 from reinforge.engines.native.drafts import Speculation
 from reinforge.engines.resumable import ResumableRequests
-from reinforge.models.attention import KVCache
 from reinforge.models.causal import CausalModel
 from reinforge.models.grammars import Matcher
 from reinforge.models.tiny import tiny_tokenizer
@@ -264,9 +263,9 @@ def test_windows_in_flight_wait_for_the_grammar() -> None:
     ahead.decoder.size = bucket  # type: ignore[method-assign]
     launch = ahead.decoder.launch
 
-    def watched(rows: DecodeBatch, cache: KVCache, steps: int) -> LaunchedWindow:
-        windows.append((steps, rows.allowed is not None))
-        return launch(rows, cache, steps)
+    def watched(rows: DecodeBatch, *given: Any) -> LaunchedWindow:
+        windows.append((given[1], rows.allowed is not None))
+        return launch(rows, *given)
 
     ahead.decoder.launch = watched  # type: ignore[method-assign]
     found = run(work(ahead))
@@ -389,9 +388,9 @@ def test_drafts_wait_while_an_answer_of_a_given_form_is_alive() -> None:
     launch = engine.decoder.launch
     seen = []
 
-    def watched(rows: DecodeBatch, cache: KVCache, steps: int) -> LaunchedWindow:
+    def watched(rows: DecodeBatch, *given: Any) -> LaunchedWindow:
         seen.append((rows.allowed is not None, rows.drafts))
-        return launch(rows, cache, steps)
+        return launch(rows, *given)
 
     engine.decoder.launch = watched  # type: ignore[method-assign]
     for _ in range(2):
