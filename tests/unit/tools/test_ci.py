@@ -72,10 +72,17 @@ def apt(called: list[str]) -> list[str]:
 
 
 def targets(called: list[str]) -> list[str]:
-    """The targets of make that run after the installation; the first two run side by side."""
+    """The targets of make that test, in their order. The environments are made beside them:
+    the small one before the first test, the large one by the time that it is asked for.
+    """
     made = [line.removeprefix("make ") for line in called if line.startswith("make")]
-    assert sorted(line.split()[0] for line in made[:2]) == ["env-test", "env-vllm"]
-    return made[2:]
+    names = [line.split()[0] for line in made]
+    assert sorted(name for name in names if name.startswith("env")) == ["env-test", "env-vllm"]
+    if "test" in names:
+        assert names.index("env-test") < names.index("test")
+    if "test-scale" in names:
+        assert names.index("env-vllm") < names.index("test-scale")
+    return [line for line, name in zip(made, names, strict=True) if not name.startswith("env")]
 
 
 def all_with(must: str) -> list[str]:
