@@ -16,7 +16,7 @@ from reinforge.config.train import TrainConfig
 from reinforge.core.sample import Sample
 from reinforge.loops.view import NoView
 from reinforge.models.causal import CausalModel
-from reinforge.watch.troubles import Trouble
+from reinforge.watch.doctor.trouble import Trouble
 
 T = TypeVar("T")
 VOCABULARY = 64

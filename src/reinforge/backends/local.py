@@ -250,6 +250,10 @@ class LocalBackend:
         value, metrics = loss(tokens, totals)
         # of this micro-batch: those of all of them add up to 1
         share = batch.n_trained / (totals.tokens - totals.left_out)
+        if routed:
+            metrics = {**metrics, "experts/dead": self.balance.dead(routed) * share}
+        if not self.balance.coefficient:
+            return value, metrics
         uneven = self.balance.loss(routed) * share
         return value + self.balance.coefficient * uneven, {
             **metrics,

@@ -30,7 +30,11 @@ class RunsCommands(LazyGroup):
         "digest": CommandEntry(
             "reinforge.cli.digest:digest",
             "Print one hash of all that a run's newest checkpoint holds.",
-        )
+        ),
+        "diagnose": CommandEntry(
+            "reinforge.cli.diagnose:diagnose",
+            "Say what is wrong with a run: the first cause, its evidence, the knob to turn.",
+        ),
     }
 
 

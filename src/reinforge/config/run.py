@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from reinforge.config.base import Count, Natural, Positive, Section
+from reinforge.config.doctor import DoctorConfig
 
 
 def _address(text: str) -> str:
@@ -111,3 +112,6 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     hub: HubConfig | None = Field(None, description="Keep the run on the hub too.")
     log: LogConfig = LogConfig()
+    doctor: DoctorConfig = Field(
+        DoctorConfig(), description="What is done about each illness that the doctor finds."
+    )

@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "train.tokens_per_microbatch",
     "eval.",
     "run.log.",
+    "run.doctor.",
     "run.checkpoint.",
     "run.hub.",
     "run.resume",

@@ -23,7 +23,7 @@ from reinforge.checkpoint.crash_points import crash_point
 from reinforge.checkpoint.hub import HubRepository, HubSink
 from reinforge.checkpoint.lock import RunLock
 from reinforge.config.schema import Config
-from reinforge.core.errors import InputError, ReinforgeError, Terminated
+from reinforge.core.errors import InputError, ReinforgeError, StoppedByPolicy, Terminated
 from reinforge.core.metrics import Metrics
 from reinforge.core.redact import redact, redact_settings
 from reinforge.core.sample import Group
@@ -38,8 +38,10 @@ from reinforge.loops.signals import Signals
 from reinforge.loops.step import TrainingStep
 from reinforge.loops.troubles import BadSteps, ending_of, error_line, report_faults, report_troubles
 from reinforge.loops.view import NoView, ViewLike
+from reinforge.watch.doctor.doctor import Doctor, with_samples
+from reinforge.watch.doctor.trouble import Trouble
 from reinforge.watch.ending import TRACEBACK, describe_end, write_summary
-from reinforge.watch.logs import read_lines
+from reinforge.watch.logs import flatten
 from reinforge.watch.memory_usage import device_peak, process_peak
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.report import write_report
@@ -47,7 +49,6 @@ from reinforge.watch.runs import OF_ONE_STEP, steps_begun
 from reinforge.watch.sinks import HURRIED_SECONDS, UPLOAD_SECONDS, TrackerRun
 from reinforge.watch.timing import PhaseTimer, efficiency
 from reinforge.watch.trackers import make_sinks
-from reinforge.watch.troubles import RunHealth
 
 T = TypeVar("T")
 DOING = {
@@ -61,6 +62,7 @@ DOING = {
 IN_A_STEP = ("generate", "reward_wait", "prepare", "annotate", "train")
 OUT_OF_TIME = "run.max_seconds:"  # how the reason begins
 BY_CALLER = "stopped by the caller"  # ... and that of a run which may go on
+BY_DOCTOR = "the doctor found"
 UNCONTAINED = "uncontained"  # the kind of event
 
 
@@ -118,7 +120,8 @@ class Run:
         self.report: Path | None = None  # where it is, once the run has ended
         self.phases = PhaseTimer(peak=device_peak)
         self.bad_steps = BadSteps()
-        self.health = RunHealth()
+        self.doctor = Doctor(flatten(cfg.model_dump(mode="json")), cfg.run.doctor)
+        self._halted: Trouble | None = None  # what the doctor ends the run for, after its step
         # kinds of trouble that are in the log already; that of a tracker is an event of its own
         self._told = {"tracker"}
         self._doing = {**DOING, "generate": _generating(cfg)}
@@ -180,8 +183,9 @@ class Run:
             steps=self.total,
             sink_failed=self._sink_failed,
         )
-        for line in read_lines(self.dir / "metrics.jsonl"):
-            self.health.observe(int(line.get("step", 0)), line)
+        self.doctor.read(self.dir)
+        # what an earlier part of the run was ended for is no reason to end this one
+        self._told |= {trouble.kind for trouble in self.doctor.troubles()}
         if self.prediction is not None:
             self.recorder.document("prediction.json", self.prediction)
 
@@ -371,7 +375,7 @@ class Run:
         lasting = {k: v for k, v in self.last.items() if not k.startswith(OF_ONE_STEP)}
         self.last = lasting | metrics
         self.recorder.log(self.step, metrics)
-        self.health.observe(self.step, metrics)
+        self.doctor.observe(self.step, metrics)
         self.view.update(self.step, self.last)
         self._show_samples(groups, trace)
         self._judge(step, groups)
@@ -384,6 +388,7 @@ class Run:
         opened.close(metrics)
         self.callbacks.step(self.control, opened)
         await self._boundary()
+        await self._obey_doctor()
         await asyncio.sleep(0)
         if self.signals.received and self.going():
             raise self.terminated()
@@ -432,30 +437,44 @@ class Run:
         """
         self.bad_steps.observe(step)
         report_troubles(self.recorder, self._tell, self.step, step, groups)
-        self._tell_health()
+        self._ask_doctor()
         self.bad_steps.check(step)
 
-    def _tell_health(self) -> None:
+    def _ask_doctor(self) -> None:
         """What speaks against the run so far: on the screen as it is now, in the log when it is
-        new.
+        new. Some of it may end the run (run.doctor).
         """
-        found = self.health.troubles()
-        self.view.troubles(found)
+        found = self.doctor.troubles()
+        self._show_troubles(found)
         for trouble in found:
             if trouble.kind not in self._told:
-                self.recorder.event(
-                    "trouble",
-                    step=self.step,
-                    trouble=trouble.kind,
-                    what=trouble.what,
-                    fix=trouble.fix,
-                )
+                told = {name: value for name, value in trouble.record().items() if name != "kind"}
+                self.recorder.event("trouble", step=self.step, trouble=trouble.kind, **told)
+                if trouble.action in ("pause", "stop") and self._halted is None:
+                    self._halted = trouble
         self._told = {"tracker", *(trouble.kind for trouble in found)}
+
+    def _show_troubles(self, found: Sequence[Trouble]) -> None:
+        """Causes only: what follows from them goes with them."""
+        self.view.troubles([t for t in found if t.action != "note" and t.because is None])
+
+    async def _obey_doctor(self) -> None:
+        """Ends the run at this boundary, if the doctor found what it is to be ended for."""
+        trouble = self._halted
+        if trouble is None:
+            return
+        self._halted = None
+        why = f"{BY_DOCTOR} {trouble.kind} at step {self.step}"
+        if trouble.action == "stop":
+            self.stopped = why
+        await self.save()
+        again = "The same command goes on." if trouble.action == "pause" else "It is over."
+        raise StoppedByPolicy(f"{why}: {trouble} A checkpoint is saved. {again}")
 
     def _sink_failed(self, name: str, error: str) -> None:
         """In the thread of the tracker. The recorder has written the event."""
-        self.health.hear({"kind": "sink_failed", "sink": name, "error": error})
-        self.view.troubles(self.health.troubles())
+        self.doctor.hear({"kind": "sink_failed", "sink": name, "error": error})
+        self._show_troubles(self.doctor.newest())
 
     # ---- boundaries ----
 
@@ -484,8 +503,8 @@ class Run:
         result |= self._stamp()
         self.last = self.last | result
         self.recorder.log(self.step, result)
-        self.health.observe(self.step, result)
-        self._tell_health()
+        self.doctor.observe(self.step, result)
+        self._ask_doctor()
         log = self.cfg.run.log
         if log.samples_every:
             shown = [group for group in evaluator.played if group.transcripts]
@@ -591,7 +610,7 @@ class Run:
         """
         values = self._summary(error)
         self._write_traceback(error)
-        failed = len(self.health.trackers)
+        failed = len(self.doctor.history.trackers)
         problem = self._write_ending(values)
         try:
             if self.recorder.sinks:
@@ -601,7 +620,7 @@ class Run:
         finally:
             self.recorder.close(self._patience(error))
             self.view.stop()
-        if len(self.health.trackers) > failed:
+        if len(self.doctor.history.trackers) > failed:
             problem = self._write_ending(values)
         if problem is None and isinstance(error, self.passing):
             return
@@ -663,10 +682,8 @@ class Run:
         """summary.json and report.html; what went wrong with them, if something did."""
         try:
             self.lock.check()
-            troubles = [
-                {"kind": t.kind, "what": t.what, "fix": t.fix}
-                for t in self.health.troubles(ended=True)
-            ]
+            found = with_samples(self.doctor.troubles(ended=True), self.dir)
+            troubles = [trouble.record() for trouble in found]
             write_summary(self.dir, {**values, "troubles": redact(troubles)})
             self.report = write_report(self.dir)
         except (InputError, OSError) as problem:

@@ -1,6 +1,6 @@
 """What went wrong in a step: what may end the run if it goes on, and what does not, as lines of
 events.jsonl: no groups to train, lack of memory, faults of rollouts. And how a run ended. Whether
-it could learn at all is for `reinforge.watch.troubles` to say.
+it could learn at all is for `reinforge.watch.doctor` to say.
 """
 
 from __future__ import annotations

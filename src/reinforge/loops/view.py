@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from reinforge.core.sample import Group
-from reinforge.watch.troubles import Trouble
+from reinforge.watch.doctor.trouble import Trouble
 
 
 class ViewLike(Protocol):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from reinforge.core.errors import InputError
@@ -26,6 +27,7 @@ from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
 
 KEY = "train.router_aux_loss"
+FORGOTTEN = 0.01  # of an even share: an expert that learns nothing any more
 # of transformers' function; that of one architecture has others
 ARGUMENTS = ["gate_logits", "num_experts", "top_k"]
 
@@ -41,8 +43,9 @@ class LoadBalanceLoss:
     @classmethod
     def of(cls, model: PackedModel, asked: float | None) -> LoadBalanceLoss | None:
         """`asked` is the coefficient; None: what the model's own config says
-        (`output_router_logits`, `router_aux_loss_coef`). None comes back where there is no such
-        loss. A critic and a reward model have none, as in transformers.
+        (`output_router_logits`, `router_aux_loss_coef`). With 0 the router is only watched. None
+        comes back where there is no such loss. A critic and a reward model have none, as in
+        transformers.
         """
         plain = model.plain
         function = getattr(sys.modules[type(plain).__module__], "load_balancing_loss_func", None)
@@ -63,7 +66,7 @@ class LoadBalanceLoss:
         wanted = able and getattr(model.config, "output_router_logits", False)
         said = getattr(plain, "router_aux_loss_coef", 0.0) if wanted else 0.0
         coefficient = float(said if asked is None else asked)
-        if not coefficient:
+        if not able or (not coefficient and model.slices is not None):
             return None
         if model.slices is not None:
             raise InputError(
@@ -96,6 +99,13 @@ class LoadBalanceLoss:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def dead(self, logits: list[Tensor]) -> Tensor:
+        """The share of experts, over all layers, that the router gives less than a hundredth of an
+        even share of its probability on average.
+        """
+        means = torch.stack([each.detach().float().softmax(-1).mean(0) for each in logits])
+        return (means * means.shape[-1] < FORGOTTEN).float().mean()
 
     def loss(self, logits: list[Tensor]) -> Tensor:
         """A number, without the coefficient."""

@@ -12,6 +12,7 @@ from reinforge.core.env import Rollout, RolloutContext
 from reinforge.core.faults import fault_metrics
 from reinforge.core.sample import Group, Row, Stop
 from reinforge.data.cursor import Cursor
+from reinforge.rollout.answers import answer_metrics
 from reinforge.rollout.first_finished import first_finished
 from reinforge.rollout.generation_done import run_rollout
 from reinforge.rollout.journal import Journal
@@ -250,6 +251,7 @@ def rollout_metrics(
         "tokens/discarded": tokens_in(rollout_batch.discarded),
         "tokens/replayed": rollout_batch.replayed_tokens,
     }
+    out |= answer_metrics(everything)
     if any(g.given is not None for g in rollout_batch.groups):
         out["tokens/given"] = rollout_batch.given_tokens
     if rollout_batch.stale:

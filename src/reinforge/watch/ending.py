@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reinforge.algorithms.catalogue import spec_of
+from reinforge.watch.doctor.history import SCORED
 from reinforge.watch.logs import read_json, read_lines
 from reinforge.watch.runs import flatten, show_run
-from reinforge.watch.troubles import SCORED
 
 SUMMARY = "summary.json"
 REPORT = "report.html"
@@ -131,6 +131,7 @@ def describe_end(run_dir: Path) -> str:
         ("trace", str(run_dir / TRACEBACK) if (run_dir / TRACEBACK).exists() else ""),
         ("metrics", f"{SUMMARY} (by group) and metrics.jsonl (every step), in {run_dir}"),
         *(("next", text) for text in next_steps(run_dir, run)),
+        ("why", f"reinforge runs diagnose {shlex.quote(str(run_dir))}" if run["troubles"] else ""),
     ]
     width = max(len(label) for label, _ in told)
     lines = []
@@ -139,7 +140,9 @@ def describe_end(run_dir: Path) -> str:
         if text:
             lines.append(f"{'' if label == before else label:{width}}  {text}")
             before = label
-    return "\n".join([*(f"warning: {trouble}" for trouble in run["troubles"]), *lines])
+    warnings = [f"warning: {trouble}" for trouble in run["troubles"]]
+    notes = [f"note: {trouble}" for trouble in run["notes"]]
+    return "\n".join([*warnings, *notes, *lines])
 
 
 def _how_far(run: Mapping[str, Any], summary: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ Nothing is trusted to be complete: a run may be writing it now, or was killed wh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +32,29 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(value, dict):
                 yield value
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """{"train": {"steps": 3}} as {"train.steps": 3}; lists of sections count from 0:
+    rewards.0.name.
+    """
+    items = (
+        value.items()
+        if isinstance(value, Mapping)
+        else enumerate(value)
+        if _sections(value)
+        else None
+    )
+    if items is None or not value:
+        return {prefix: value} if prefix else {}
+    return {
+        k: v
+        for key, item in items
+        for k, v in flatten(item, f"{prefix}.{key}" if prefix else str(key)).items()
+    }
+
+
+def _sections(value: Any) -> bool:
+    return (
+        isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+    )

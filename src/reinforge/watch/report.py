@@ -17,10 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from reinforge.watch.doctor.doctor import diagnosed
+from reinforge.watch.doctor.history import SCORED
 from reinforge.watch.runs import flatten, read_json, read_lines, show_run
 from reinforge.watch.transcripts import escape as escape
 from reinforge.watch.transcripts import transcript_table
-from reinforge.watch.troubles import SCORED, RunHealth, banner, fault_table, trouble_banner
+from reinforge.watch.troubles import banner, fault_table, trouble_banner
 
 FIRST = (
     "eval/accuracy",
@@ -96,8 +98,7 @@ def write_report(run_dir: Path) -> Path:
             compare_prediction(read_json(run_dir / "prediction.json"), lines)
         ),
         "BANNER": (
-            banner(run.get("uncontained", []))
-            + trouble_banner(RunHealth.of(run_dir).troubles(ended=run["status"] != "running"))
+            banner(run.get("uncontained", [])) + trouble_banner(diagnosed(run_dir, run["status"]))
         ),
         "SETTINGS": key_rows(config),
         "FAULTS": fault_table(events),

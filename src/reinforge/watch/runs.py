@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.core.errors import InputError
+from reinforge.watch.doctor.doctor import Doctor
+from reinforge.watch.logs import flatten as flatten
 from reinforge.watch.logs import read_json as read_json
 from reinforge.watch.logs import read_lines as read_lines
-from reinforge.watch.troubles import RunHealth
 
 ENDINGS = ("finished", "stopped", "terminated", "failed")
 BEGINNINGS = ("started", "resumed")
@@ -38,32 +39,6 @@ SUMMARY_KEYS = (
     "rollout.temperature",
     "run.seed",
 )
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """{"train": {"steps": 3}} as {"train.steps": 3}; lists of sections count from 0:
-    rewards.0.name.
-    """
-    items = (
-        value.items()
-        if isinstance(value, Mapping)
-        else enumerate(value)
-        if _sections(value)
-        else None
-    )
-    if items is None or not value:
-        return {prefix: value} if prefix else {}
-    return {
-        k: v
-        for key, item in items
-        for k, v in flatten(item, f"{prefix}.{key}" if prefix else str(key)).items()
-    }
-
-
-def _sections(value: Any) -> bool:
-    return (
-        isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
-    )
 
 
 def is_run(path: Path) -> bool:
@@ -133,15 +108,15 @@ def show_run(path: Path) -> dict[str, Any]:
     config = flatten(read_json(path / "config.json"))
     how = status(path, events)
     bare = uncontained(path)
+    found = Doctor.of(path).troubles(ended=how != "running")
     return {
         "dir": str(path),
         "status": how,
         "why": why_ended(events) if how in ENDINGS else None,
         "step": step,
         "steps": total_steps(events, config),
-        "troubles": [
-            str(trouble) for trouble in RunHealth.of(path).troubles(ended=how != "running")
-        ],
+        "troubles": [str(trouble) for trouble in found if trouble.action != "note"],
+        "notes": [str(trouble) for trouble in found if trouble.action == "note"],
         "config": {
             **{k: config[k] for k in SUMMARY_KEYS if config.get(k) is not None},
             **_rewards(config),

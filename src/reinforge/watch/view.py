@@ -29,9 +29,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from reinforge.watch.doctor.trouble import Trouble
 from reinforge.watch.notebook import NotebookOutput
 from reinforge.watch.recorder import pick, prompt_text
-from reinforge.watch.troubles import Trouble
 
 if TYPE_CHECKING:
     from reinforge.core.sample import Group

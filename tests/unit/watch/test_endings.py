@@ -30,11 +30,11 @@ from reinforge.cli.main import main
 from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy, Terminated
 from reinforge.loops.run import Run
+from reinforge.watch.doctor.trouble import Trouble
 from reinforge.watch.ending import describe_end, reached
 from reinforge.watch.logs import read_lines
 from reinforge.watch.recorder import Recorder
 from reinforge.watch.runs import show_run
-from reinforge.watch.troubles import Trouble
 from reinforge.watch.view import SteadyConsole, View
 
 pytestmark = pytest.mark.timeout(180)

@@ -23,13 +23,13 @@ from reinforge.core.errors import InputError
 from reinforge.core.redact import redact, redact_settings
 from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.watch import sinks, trackers
+from reinforge.watch.doctor.trouble import Trouble
 from reinforge.watch.memory_usage import device_peak, process_peak
 from reinforge.watch.notebook import NotebookOutput, shortened
 from reinforge.watch.recorder import Recorder, note, pick
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import compare_runs, flatten, list_runs, show_run
 from reinforge.watch.timing import PhaseTimer
-from reinforge.watch.troubles import Trouble
 from reinforge.watch.view import View, notebook_console, visible
 
 

@@ -19,9 +19,10 @@ from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
+from reinforge.watch.doctor.doctor import Doctor
+from reinforge.watch.doctor.table import SHARE
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import show_run
-from reinforge.watch.troubles import ENOUGH, RunHealth, Trouble
 
 FINE = {
     "train/skipped": 0.0,
@@ -36,14 +37,14 @@ TIED = {**FINE, "train/grad_norm": 0.0, "batch/signal": 0.0, "reward/mean": 0.25
 SOLVED = {**TIED, "reward/mean": 1.0, "reward/std": 0.0}
 
 
-def health(*steps: dict[str, Any]) -> RunHealth:
-    found = RunHealth()
+def health(*steps: dict[str, Any]) -> Doctor:
+    found = Doctor()
     for number, metrics in enumerate(steps, 1):
         found.observe(number, metrics)
     return found
 
 
-def kinds(found: RunHealth, *, ended: bool = True) -> list[str]:
+def kinds(found: Doctor, *, ended: bool = True) -> list[str]:
     return [trouble.kind for trouble in found.troubles(ended=ended)]
 
 
@@ -125,8 +126,8 @@ def test_what_is_a_trouble_and_what_is_not(
 
 
 def test_while_a_run_goes_on_a_share_needs_a_few_steps() -> None:
-    assert kinds(health(*[TIED] * (ENOUGH - 1)), ended=False) == []
-    assert kinds(health(*[TIED] * ENOUGH), ended=False) == ["no_gradient"]
+    assert kinds(health(*[TIED] * (SHARE - 1)), ended=False) == []
+    assert kinds(health(*[TIED] * SHARE), ended=False) == ["no_gradient"]
     # an evaluation has enough rows of its own
     assert kinds(health(score(0.9), score(0.0)), ended=False) == ["collapse"]
 
@@ -177,7 +178,7 @@ def test_a_run_with_a_constant_reward_says_so_everywhere(make: Callable[..., Con
     train_config(cfg, CallerObjects(data=DATA, rewards=[same]), view)
     everywhere(Path(cfg.run.dir), view, "constant_reward", "got the same reward, 0.5")
     told = [e for e in lines(cfg, "events.jsonl") if e["kind"] == "trouble"]
-    assert [(e["trouble"], e["step"]) for e in told] == [("constant_reward", ENOUGH)]
+    assert [(e["trouble"], e["step"]) for e in told] == [("constant_reward", SHARE)]
 
 
 def test_a_run_whose_groups_tie_says_so_everywhere(make: Callable[..., Config]) -> None:
@@ -211,17 +212,19 @@ def test_a_run_whose_groups_tie_says_so_everywhere(make: Callable[..., Config]) 
 def test_a_tracker_may_fail_while_the_troubles_are_told() -> None:
     """It fails in a thread of its own, at any moment."""
 
-    class Busy(RunHealth):
-        def _tracker(self, name: str, error: str) -> Trouble:
-            self.hear({"kind": "sink_failed", "sink": f"{name}'s neighbour", "error": error})
-            return super()._tracker(name, error)
+    doctor = Doctor()
 
-    found = Busy()
-    found.hear({"kind": "sink_failed", "sink": "first", "error": "down"})
-    assert [trouble.what for trouble in found.troubles()] == [
+    class Busy(dict[str, str]):
+        def items(self) -> Any:
+            for name, error in list(super().items()):
+                doctor.hear({"kind": "sink_failed", "sink": f"{name}'s neighbour", "error": error})
+                yield name, error
+
+    doctor.history.trackers = Busy(first="down")
+    assert [trouble.what for trouble in doctor.newest()] == [
         "first takes no metrics any more: down"
     ]
-    assert len(found.troubles()) == 2
+    assert len(doctor.troubles()) == 2
 
 
 def test_steps_without_gradient_between_two_that_are_not_finite_do_not_save_a_run(
@@ -267,3 +270,43 @@ def test_a_run_that_learns_has_no_trouble(make: Callable[..., Config]) -> None:
         show_run(Path(cfg.run.dir))["troubles"] == []
         and "data-kind" not in write_report(Path(cfg.run.dir)).read_text()
     )
+
+
+def same(completions: list[str]) -> list[float]:
+    return [0.5] * len(completions)
+
+
+def test_a_run_that_is_paused_goes_on_with_the_same_command(make: Callable[..., Config]) -> None:
+    asked = ("run.doctor.constant_reward=pause", "train.steps=7")
+    with pytest.raises(StoppedByPolicy, match="constant_reward at step 5.*The same command goes"):
+        launch(make("run", "grpo", *asked), same)
+    cfg = make("run", "grpo", *asked)
+    run = show_run(Path(cfg.run.dir))
+    assert run["status"] == "stopped" and [c["step"] for c in run["checkpoints"]] == [5]
+    launch(cfg, same)
+    after = show_run(Path(cfg.run.dir))
+    assert after["status"] == "finished" and after["step"] == 7
+    # told once, when it appeared
+    told = [(e["step"], e["action"]) for e in lines(cfg, "events.jsonl") if e["kind"] == "trouble"]
+    assert told == [(5, "pause")]
+
+
+def test_a_run_that_is_stopped_is_over(make: Callable[..., Config]) -> None:
+    cfg = make("run", "grpo", "run.doctor.constant_reward=stop", "train.steps=7")
+    with pytest.raises(StoppedByPolicy, match="constant_reward at step 5.*It is over"):
+        launch(cfg, same)
+    view = SilentView()
+    train_config(cfg, CallerObjects(data=DATA, rewards=[same]), view)
+    assert show_run(Path(cfg.run.dir))["step"] == 5
+    assert any("the doctor found constant_reward at step 5" in text for text in view.messages)
+
+
+def test_what_is_off_is_not_looked_for_and_a_note_is_not_shown(make: Callable[..., Config]) -> None:
+    for action, logged in (("off", []), ("note", ["constant_reward"])):
+        cfg = make(action, "grpo", f"run.doctor.constant_reward={action}", "train.steps=5")
+        view = SilentView()
+        train_config(cfg, CallerObjects(data=DATA, rewards=[same]), view)
+        events = lines(cfg, "events.jsonl")
+        assert [e["trouble"] for e in events if e["kind"] == "trouble"] == logged
+        assert view.found == [] and show_run(Path(cfg.run.dir))["troubles"] == []
+        assert ("note: Every answer in 5 steps" in view.messages[-1]) == bool(logged)

@@ -1,0 +1,72 @@
+"""Is it learning? An answer from the numbers that say so, and a word on the one that does not: the
+loss of a policy gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reinforge.watch.doctor.history import CLEARLY, SCORED, RunHistory, Window
+
+NEAR_ZERO = 0.01
+# what rises, or falls, where something is learned: the first that a run has decides
+SIGNS = (
+    ("reward/mean", 1),
+    ("rewards/margin", 1),
+    ("reward/accuracy", 1),
+    ("train/loss", -1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LearningVerdict:
+    """`answer`: yes, no, or too early to say; with what it rests on."""
+
+    answer: str
+    reasons: tuple[str, ...]
+
+
+def is_learning(history: RunHistory) -> LearningVerdict:
+    """What evaluations say counts first, then the reward, or the loss of supervised training."""
+    reasons = []
+    votes = []
+    scores = history.evaluations()
+    if len(scores) > 1:
+        name = "eval/accuracy" if "eval/accuracy" in history.scores else "eval/reward"
+        reasons.append(
+            f"{name} {scores[0].value:.3g} (step {scores[0].step}) -> {scores[-1].value:.3g} (step"
+            f" {scores[-1].step})"
+        )
+        votes.append(1 if history.improves() else 0)
+    for name, sign in SIGNS:
+        if (both := history.ends(name)) is not None:
+            far = sign * history.trend(name)
+            votes.append(1 if far > CLEARLY else -1 if far < -CLEARLY else 0)
+            reasons.append(f"{both[0]} -> {both[1]}{_word(votes[-1])}")
+            break
+    norms = history.window("train/grad_norm")
+    if norms is not None:
+        moved = sum(value > 0 for value in norms.values)
+        reasons.append(f"a gradient in {moved} of {len(history)} steps (norm {norms.mean:.3g})")
+    reasons += _about_loss(history)
+    if not votes:
+        return LearningVerdict("too early to say", tuple(reasons))
+    answer = "yes" if max(votes) > 0 and min(votes) >= 0 else "no" if min(votes) < 0 else "not yet"
+    if answer == "not yet" and norms is not None and not any(norms.values):
+        answer = "no"
+    return LearningVerdict(answer, tuple(reasons))
+
+
+def _word(vote: int) -> str:
+    return {1: "", 0: ": no more than chance", -1: ": worse"}[vote]
+
+
+def _about_loss(history: RunHistory) -> list[str]:
+    """Of a loss near 0 that is no sign of anything."""
+    loss: Window | None = history.window("train/loss")
+    if loss is None or history.window(SCORED) is None or abs(loss.mean) > NEAR_ZERO:
+        return []
+    return [
+        f"train/loss {loss.mean:.2g} says nothing: advantages sum to 0 and the ratio is 1, so the"
+        " loss of a policy gradient is about 0 while its gradient is not"
+    ]

@@ -1,0 +1,75 @@
+"""How long answers are: cut off, or growing and shrinking without need."""
+
+from __future__ import annotations
+
+from reinforge.watch.doctor.history import RunHistory
+from reinforge.watch.doctor.trouble import Knob, Trouble
+
+MANY_CUT = 0.3  # share of answers that the limit cuts off
+COSTS = 0.1  # of the reward there is to get, that an answer loses by being cut
+GREW = 1.5
+SHRANK = 0.6
+
+
+def truncation(history: RunHistory) -> Trouble | None:
+    """Many answers are cut off, from the start, and that costs them their reward. Where cut answers
+    get as much as others, the limit is part of the task; where answers grew into the limit, that
+    is what is wrong.
+    """
+    whole = history.window("response/truncated")
+    cut = history.late("response/truncated", 3)
+    rewards = history.late("reward/mean", 3)
+    theirs = history.late("response/truncated_reward", 3)
+    if whole is None or cut is None or rewards is None or theirs is None:
+        return None
+    if cut.mean < MANY_CUT or whole.values[0] < MANY_CUT / 2:
+        return None
+    most = history.most_reward() or 1.0
+    all_cut = cut.mean > 0.95
+    complete = None if all_cut else (rewards.mean - cut.mean * theirs.mean) / (1 - cut.mean)
+    if complete is None:
+        if theirs.mean > COSTS * most:
+            return None
+        told = "and no complete one is left to compare"
+    else:
+        if complete - theirs.mean < COSTS * most:
+            return None
+        told = f"and complete ones {complete:.3g}"
+    limit = history.setting("rollout.max_new_tokens")
+    return Trouble(
+        "truncation",
+        f"{cut.mean:.0%} of the answers are cut off by the token limit; they get"
+        f" {theirs.mean:.3g} on average, {told}.",
+        "Raise rollout.max_new_tokens; if answers never end, look at the chat template and"
+        " rollout.stop; algorithm.overlong=mask keeps cut answers from being trained.",
+        since=cut.steps[0],
+        knob=None if limit is None else Knob("rollout.max_new_tokens", 2 * limit, limit),
+        evidence=(str(cut), str(theirs), str(rewards)),
+    )
+
+
+def length_drift(history: RunHistory) -> Trouble | None:
+    """Answers become much longer or shorter, and neither reward nor evaluation follows."""
+    lengths = history.ends("response/length")
+    rewards = history.ends("reward/mean")
+    if lengths is None or rewards is None or history.rises() or history.improves():
+        return None
+    early, late = lengths
+    if SHRANK * early.mean < late.mean < GREW * early.mean or not early.mean:
+        return None
+    longer = late.mean > early.mean
+    paid = history.window("response/length_correlation")
+    return Trouble(
+        "length_drift",
+        f"Answers {'grew' if longer else 'shrank'} from {early.mean:.3g} to {late.mean:.3g} tokens,"
+        f" and the reward did not follow ({rewards[0].mean:.3g} -> {rewards[1].mean:.3g}).",
+        "Look at how the loss counts tokens (algorithm.reduce: sequence_mean favours long wrong"
+        " answers, fixed_length does not), and for a reward that hides a length.",
+        since=late.steps[0],
+        knob=Knob("algorithm.reduce", "fixed_length", history.setting("algorithm.reduce")),
+        evidence=(
+            f"{early} -> {late}",
+            f"{rewards[0]} -> {rewards[1]}",
+            *(() if paid is None else (str(paid),)),
+        ),
+    )

@@ -1,0 +1,144 @@
+"""The learning rate: did the model become worse than it was, or did nothing move at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from reinforge.watch.doctor.history import CLEARLY, SCORED, EvalScore, RunHistory, Window, trend
+from reinforge.watch.doctor.trouble import Knob, Trouble
+
+WORSE = 1.1  # times the loss of the start
+MUCH_WORSE = 2.0
+STILL = 2.0  # standard errors of chance within which nothing moved
+FEW = 5  # steps whose mean loss is compared with that of the first
+LONG = 30  # steps before nothing that moves says something
+LITTLE = 0.02  # relative change of a loss that is no change
+MOVING = ("reward/mean", "policy/entropy", "response/length", "rewards/margin", "rewards/accuracy")
+
+
+def learning_rate_high(history: RunHistory) -> Trouble | None:
+    """What is learned ended worse than it began. An entropy bonus that turns answers into noise is
+    told by its own rule.
+    """
+    found = _worse(history)
+    rate = history.setting("train.learning_rate")
+    if found is None or rate is None:
+        return None
+    early, late = found
+    return Trouble(
+        "learning_rate_high",
+        f"The model is worse than at the start: {late.name} went from {early.mean:.3g} to"
+        f" {late.mean:.3g}. Steps are too large (train.learning_rate {rate:.3g}).",
+        "Lower train.learning_rate, or begin with train.schedule.warmup.",
+        since=late.steps[0],
+        knob=Knob("train.learning_rate", rate / 10, rate),
+        evidence=(
+            f"{early} -> {late}",
+            *(
+                f"{both[0]} -> {both[1]}"
+                for name in ("policy/entropy", "train/grad_norm")
+                if (both := history.ends(name)) is not None
+            ),
+        ),
+    )
+
+
+def _worse(history: RunHistory) -> tuple[Window, Window] | None:
+    """Start and worst windows of what is learned, where it became worse than it was."""
+    if history.window(SCORED) is not None:
+        return _lost_reward(history)
+    return _rising_loss(history)
+
+
+def _lost_reward(history: RunHistory) -> tuple[Window, Window] | None:
+    """The reward fell over the run; or it was lost in the first steps, which leaves no trend: then
+    the first step, or the evaluation before it, was clearly better than the last quarter.
+    """
+    both = history.ends("reward/mean")
+    whole = history.window("reward/mean")
+    spread = history.window("reward/std")
+    if both is None or whole is None or spread is None:
+        return None
+    if history.trend("reward/mean") < -CLEARLY:
+        return both
+    start = Window(whole.name, whole.steps[:1], whole.values[:1])
+    late = both[1]
+    groups = history.window("groups/trained")
+    error = spread.values[0] / math.sqrt(max(1.0, groups.values[0] if groups else 1.0))
+    if start.mean - late.mean > CLEARLY * error:
+        return start, late
+    fell = below_start(history.evaluations())
+    return (start, late) if fell and late.mean < start.mean - error else None
+
+
+def below_start(scores: Sequence[EvalScore]) -> bool:
+    """Whether the last evaluation is clearly below the first."""
+    if len(scores) < 2:
+        return False
+    first, last = scores[0], scores[-1]
+    if last.high is None or first.low is None:
+        return last.value < first.value / 2
+    return last.high < first.low
+
+
+def _rising_loss(history: RunHistory) -> tuple[Window, Window] | None:
+    """The loss of a few steps together was above that of the first by a tenth and by more than
+    chance, and it has not come back; or it was twice that. Steps differ by chance as neighbours do;
+    pairs that are not yet learned all have the same loss.
+    """
+    loss = history.window("train/loss")
+    late = history.late("train/loss")
+    if loss is None or late is None:
+        return None
+    first = loss.values[0]
+    starts = range(1, len(loss.values) - FEW + 1)
+    means = {i: math.fsum(loss.values[i : i + FEW]) / FEW for i in starts}
+    worst = max(means, key=lambda i: means[i])
+    steps = sorted(abs(b - a) for a, b in pairwise(loss.values[1:]))
+    noise = steps[len(steps) // 2]  # about the standard deviation of one step
+    margins = history.window("rewards/margin")
+    exact = margins is not None and margins.values[0] == 0
+    error = noise * math.sqrt(1 / FEW + (0 if exact else 1))
+    if first <= 0 or means[worst] < max(WORSE * first, first + CLEARLY * error):
+        return None
+    if late.mean < first and means[worst] < MUCH_WORSE * first:
+        return None
+    return (
+        Window(loss.name, loss.steps[:1], loss.values[:1]),
+        Window(loss.name, loss.steps[worst : worst + FEW], loss.values[worst : worst + FEW]),
+    )
+
+
+def learning_rate_low(history: RunHistory) -> Trouble | None:
+    """Gradients are there, and after many steps no metric differs from its start by more than
+    chance.
+    """
+    rate = history.setting("train.learning_rate")
+    norms = history.window("train/grad_norm")
+    if rate is None or norms is None or len(history) < LONG:
+        return None
+    if sum(value > 0 for value in norms.values) * 2 < len(history):
+        return None
+    scored = history.window(SCORED) is not None
+    names = [*MOVING, *([] if scored else ["train/loss"])]
+    moving = [window for name in names if (window := history.window(name)) is not None]
+    if not scored:
+        losses = history.ends("train/loss")
+        if losses is None or abs(losses[1].mean - losses[0].mean) > LITTLE * abs(losses[0].mean):
+            return None
+    if any(abs(trend(window)) > STILL for window in moving) or not moving:
+        return None
+    return Trouble(
+        "learning_rate_low",
+        f"Nothing moves: after {len(history)} steps with a gradient (norm {norms.mean:.3g}) no"
+        f" metric differs from its start by more than chance. Steps are too small"
+        f" (train.learning_rate {rate:.3g}).",
+        "Raise train.learning_rate.",
+        since=history.steps[0],
+        knob=Knob("train.learning_rate", 10 * rate or 1e-5, rate),
+        evidence=tuple(
+            f"{both[0]} -> {both[1]}" for name in names if (both := history.ends(name)) is not None
+        ),
+    )

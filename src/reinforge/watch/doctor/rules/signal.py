@@ -1,0 +1,195 @@
+"""Is there anything to learn from: gradients and rewards."""
+
+from __future__ import annotations
+
+import math
+
+from reinforge.watch.doctor.history import SCORED, RunHistory, finite
+from reinforge.watch.doctor.trouble import Knob, Trouble
+
+MOST_UNSCORED = 0.1  # share of answers without a reward that is still no trouble
+MOST_SKIPPED = 0.05  # share of steps whose gradient was not finite, likewise
+ROUNDING = 1e-9  # relative spread of rewards that are equal and were averaged
+
+
+def nonfinite(history: RunHistory) -> Trouble | None:
+    skipped = [
+        step
+        for step, value in zip(history.steps, history.column("train/skipped"), strict=True)
+        if value
+    ]
+    n = len(history)
+    if len(skipped) <= MOST_SKIPPED * n:
+        return None
+    rate = history.setting("train.learning_rate")
+    return Trouble(
+        "nonfinite",
+        f"{len(skipped)} of {n} steps had a gradient that was not finite (NaN or infinity) and did"
+        " not change the weights.",
+        "Lower train.learning_rate, and look at the rewards.",
+        since=skipped[0],
+        knob=None if rate is None else Knob("train.learning_rate", rate / 10, rate),
+        evidence=(f"train/skipped is 1 in steps {listed(skipped)}",),
+    )
+
+
+def unscored(history: RunHistory) -> Trouble | None:
+    shares = history.window(SCORED)
+    if shares is None or shares.mean <= MOST_UNSCORED:
+        return None
+    return Trouble(
+        "unscored",
+        f"{shares.mean:.0%} of the answers got no reward: they could not be scored, and taught"
+        " nothing.",
+        (
+            "Why is in events.jsonl (kind fault)."
+            if history.faults
+            else "Nothing failed: the rewards returned None for them."
+        )
+        + " `reinforge check rewards CONFIG` tries each reward.",
+        since=next(
+            s for s, v in zip(shares.steps, shares.values, strict=True) if v > MOST_UNSCORED
+        ),
+        evidence=(f"{shares}",),
+    )
+
+
+def constant_reward(history: RunHistory) -> Trouble | None:
+    means = {float(f"{row.mean:.9g}") for row in _rewards(history)}
+    if len(means) != 1 or history.taught or any(row.differ for row in _rewards(history)):
+        return None
+    return Trouble(
+        "constant_reward",
+        f"Every answer in {steps(len(history))} got the same reward, {means.pop():.4g}: there was"
+        " nothing to learn from.",
+        "Look at samples.jsonl: does the reward read the answer, is the task far too hard or"
+        " already solved? `reinforge check rewards CONFIG` tries each reward.",
+        since=history.steps[0],
+        evidence=(f"reward/std is 0 in all {steps(len(history))}",),
+    )
+
+
+def no_gradient(history: RunHistory) -> Trouble | None:
+    idle = _idle(history)
+    if len(idle) * 2 <= len(history) or constant_reward(history) or solved(history):
+        return None
+    share = f"{len(idle)} of {steps(len(history))} taught nothing"
+    first = history.steps[idle[0]]
+    if history.window(SCORED) is None:
+        return Trouble(
+            "no_gradient",
+            f"{share}: the gradient was exactly 0.",
+            "Look at data.loss_on, at the rows and at train.learning_rate.",
+            since=first,
+            evidence=(f"train/grad_norm is 0 in {len(idle)} of {steps(len(history))}",),
+        )
+    rewards = [finite(history.column("reward/mean")[i]) or 0.0 for i in idle]
+    size = history.setting("algorithm.group_size")
+    return Trouble(
+        "no_gradient",
+        f"{share}: all answers to a prompt got the same reward (mean"
+        f" {math.fsum(rewards) / len(rewards):.3g} in those steps), which gives no gradient.",
+        "Take easier prompts where the reward is low and harder ones where it is high, a larger"
+        " algorithm.group_size or a higher rollout.temperature; algorithm.dynamic_sampling"
+        " replaces such groups.",
+        since=first,
+        knob=None if size is None else Knob("algorithm.group_size", 2 * size, size),
+        evidence=tuple(
+            str(window)
+            for name in ("groups/zero_variance", "reward/mean")
+            if (window := history.window(name)) is not None
+        ),
+    )
+
+
+def solved(history: RunHistory) -> Trouble | None:
+    """Most steps are a row at the end in which every answer got at least the highest mean that any
+    step had, after others that had something to learn.
+    """
+    if not any(row.differ for row in _rewards(history)):
+        return None
+    best = -math.inf
+    row_length = 0
+    first = 0
+    idle = set(_idle(history))
+    for i, row in enumerate(_rewards(history, every=True)):
+        mean = row.mean
+        rounding = ROUNDING * max(1.0, abs(mean)) if mean == mean else 0.0
+        if mean != mean or i not in idle or row.differ or mean < best - rounding:
+            row_length = 0
+        elif row_length == 0 or mean > best + rounding:
+            first = history.steps[i]
+            row_length = 1
+        else:
+            row_length += 1
+        best = max(best, mean) if mean == mean else best
+    if row_length * 2 <= len(history):
+        return None
+    return Trouble(
+        "solved",
+        f"Solved after step {first - 1}, as far as rewards tell: every answer since got"
+        f" {best:.4g}, more than the mean of any step before, and {steps(row_length)} had nothing"
+        " to learn from.",
+        "If that is all there is to get, take harder prompts, or let eval.early_stop end such a"
+        " run; if not, samples.jsonl shows what the answers settled on.",
+        since=first,
+    )
+
+
+class _StepRewards:
+    """The rewards of one step: their mean (NaN where it has none), and whether they differ."""
+
+    __slots__ = ("differ", "mean")
+
+    def __init__(self, mean: float, spread: float):
+        self.mean = mean
+        self.differ = spread > ROUNDING * max(1.0, abs(mean)) if mean == mean else False
+
+
+def _rewards(history: RunHistory, *, every: bool = False) -> list[_StepRewards]:
+    """`every`: of steps without rewards too."""
+    found = []
+    columns = zip(
+        history.column(SCORED),
+        history.column("reward/mean"),
+        history.column("reward/std"),
+        strict=True,
+    )
+    for scored, mean, spread in columns:
+        row = _StepRewards(mean if scored == scored else math.nan, spread)
+        if every or row.mean == row.mean:
+            found.append(row)
+    return found
+
+
+def _idle(history: RunHistory) -> list[int]:
+    """The steps, by their place, whose gradient was 0.
+
+    Where every advantage is 0, a KL, an entropy or a router's term may still give one.
+    """
+    found = []
+    columns = zip(
+        history.column("train/grad_norm"),
+        history.column("train/empty"),
+        history.column("batch/signal"),
+        history.column("train/skipped"),
+        strict=True,
+    )
+    for i, (norm, empty, signal, skipped) in enumerate(columns):
+        unknown = norm != norm and not skipped
+        if norm == 0 or (unknown and (empty == 1 or signal == 0)):
+            found.append(i)
+    return found
+
+
+def steps(n: int) -> str:
+    return f"{n} steps" if n != 1 else "1 step"
+
+
+def listed(numbers: list[int], most: int = 6) -> str:
+    """
+    >>> listed([1, 2, 3], 2)
+    '1, 2 and 1 more'
+    """
+    shown = ", ".join(map(str, numbers[:most]))
+    return shown if len(numbers) <= most else f"{shown} and {len(numbers) - most} more"
