@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from helpers.toys import run, tokens_of
+from reinforge.build.served import save_model
 from reinforge.config import architectures, model_table
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.model import ModelConfig
@@ -353,9 +354,7 @@ def _saved(
     result: TrialResult,
 ) -> None:
     """Saved after it generated and loaded again it has the log-probs that it had, to the bit."""
-    with writing():
-        model.module.save_pretrained(folder)  # type: ignore[operator]
-    model.tokenizer.save_pretrained(folder)
+    save_model(model, folder)
     again = load_model(cfg.model_copy(update={"path": str(folder)}))
     with torch.no_grad():
         after = again.logprobs(Batch.pack(samples, share=True), temperature=1.0)[0].double()

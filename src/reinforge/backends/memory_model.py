@@ -10,13 +10,15 @@ key/value heads x head size, V vocabulary, b bytes per element of the module.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from reinforge.core.kv_pool import (
     HOST,
     DeviceShare,
     block_tokens,
     gpu_room,
     logit_bytes,
-    pool_blocks,
+    pool_size,
     prefill_bytes,
 )
 from reinforge.core.model_facts import FLOAT, ModelFacts
@@ -149,10 +151,19 @@ def kv_token_bytes(f: ModelFacts, fp8: bool = False) -> int:
     """`fp8`: one byte a number, and a float32 for each head."""
     numbers = f.key + f.value
     of_layer = numbers + 2 * FLOAT * f.kv_heads if fp8 else numbers * f.itemsize
-    return f.layers * of_layer
+    return f.attending * of_layer
 
 
-def kv_pool_bytes(
+@dataclass(frozen=True, slots=True)
+class CachePool:
+    """What the native engine's cache is expected to hold."""
+
+    tokens: int
+    slots: int  # of state, each of one sequence; 0: no layer keeps state
+    bytes: int
+
+
+def kv_pool(
     f: ModelFacts,
     free: int | None,
     max_batch: int,
@@ -161,16 +172,23 @@ def kv_pool_bytes(
     share: DeviceShare | None = None,
     kv_gib: float | None = None,
     fp8: bool = False,
-) -> int:
+) -> CachePool:
     """What the native engine takes for its cache on a GPU where `free` are free, or on a CPU
     (None).
     """
     block = block_tokens("cpu" if free is None else "cuda")
     unit = kv_token_bytes(f, fp8) * block
     room = HOST if free is None else gpu_room(f, free, max_batch, share or DeviceShare())
-    return (
-        pool_blocks(unit, room, rows=max_batch, longest=longest, kv_gib=kv_gib, block=block) * unit
+    blocks, slots = pool_size(
+        unit,
+        f.slot_bytes,
+        room,
+        rows=max_batch,
+        longest=longest,
+        kv_gib=kv_gib,
+        block=block,
     )
+    return CachePool(blocks * block, slots, blocks * unit + slots * f.slot_bytes)
 
 
 def training(

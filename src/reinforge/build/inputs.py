@@ -31,6 +31,7 @@ from reinforge.data.disk_rows import DiskRows, select
 from reinforge.loops.view import ViewLike
 from reinforge.models import rope
 from reinforge.models.load import check_architecture, load_config, load_tokenizer
+from reinforge.models.mixers import kernel_note
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.execution import note_unfindable
 from reinforge.rewards.function import FunctionReward
@@ -119,6 +120,8 @@ def read_inputs(
     # a model whose rotary embedding follows the length of a sequence goes as far as it does not
     rope.check(model_config, cfg.data.max_length)
     if note := rope.note(model_config):
+        view.message(f"model: {note}")
+    if note := kernel_note(model_config, device):
         view.message(f"model: {note}")
     if cfg.rollout.prefix_cache and architectures.keeps_state(model_config.to_dict()):
         view.message(f"rollout.prefix_cache: {architectures.PREFIXES}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reinforge.backends import memory_model, roofline
-from reinforge.backends.memory_model import GIB
+from reinforge.backends.memory_model import GIB, CachePool
 from reinforge.backends.roofline import Machine, StepWork
 from reinforge.config.rules.facts import opposed
 from reinforge.config.schema import Config
@@ -154,16 +154,20 @@ def predict(
 class _CachePrediction:
     """The native engine's cache, as `predict` expects it."""
 
-    bytes: int
-    tokens: int  # that it holds
+    pool: CachePool
     longest: int  # tokens of a sequence
     rows: int  # sequences decoded at once
     stays: bool  # while training
 
+    @property
+    def bytes(self) -> int:
+        return self.pool.bytes
+
     def summary(self) -> dict[str, Any]:
         return {
             "gib": float(f"{self.bytes / GIB:.4g}"),
-            "tokens": self.tokens,
+            "tokens": self.pool.tokens,
+            **({"slots": self.pool.slots} if self.pool.slots else {}),
             "longest": self.longest,
             "rows": self.rows,
             "stays": self.stays,
@@ -182,7 +186,7 @@ def _cache(
     usable = int(USABLE * machine.memory)
     work = ("head", "prefill", "kv")
     held = sum(size for name, size in parts["generate"].items() if name not in work)
-    pool = memory_model.kv_pool_bytes(
+    pool = memory_model.kv_pool(
         facts,
         None if machine.kind == "cpu" else usable - held,
         cfg.rollout.max_batch,
@@ -193,12 +197,11 @@ def _cache(
     )
     beside = usable - memory_model.total(parts["train"])
     return _CachePrediction(
-        bytes=pool,
-        tokens=pool // memory_model.kv_token_bytes(facts, fp8),
+        pool,
         longest=longest,
         rows=cfg.rollout.max_batch,
         stays=machine.kind == "cpu"
-        or stays(pool + parts["generate"]["fp8"], machine.memory, beside),
+        or stays(pool.bytes + parts["generate"]["fp8"], machine.memory, beside),
     )
 
 
@@ -269,11 +272,13 @@ def shown(prediction: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cache_line(cache: dict[str, Any]) -> str:
-    whole = min(cache["rows"], cache["tokens"] // cache["longest"])
+    slots = cache.get("slots")
+    whole = min(cache["rows"], cache["tokens"] // cache["longest"], slots or cache["rows"])
+    held = "" if slots is None else f" and the states of {slots:,} sequences"
     waiting = "" if whole == cache["rows"] else " (more while they are short)"
     fate = "stays while training" if cache["stays"] else "is given back while training"
     return (
-        f"{_size(cache['gib'])} hold {cache['tokens']:,} tokens: {whole:,} of"
+        f"{_size(cache['gib'])} hold {cache['tokens']:,} tokens{held}: {whole:,} of"
         f" {cache['rows']:,} sequences of {cache['longest']:,} tokens at once{waiting};"
         f" it {fate}"
     )

@@ -18,9 +18,9 @@ from reinforge.config.model import ModelConfig
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.models.causal import VALUE_HEAD, CausalModel
-from reinforge.models.lent import attend_as_transformers
 from reinforge.models.load import load_model, load_tokenizer
 from reinforge.models.packed import PackedModel
+from reinforge.models.save import attend_as_transformers
 
 
 def is_run(path: Path) -> bool:
@@ -134,7 +134,7 @@ def open_module(run_dir: Path, module: Any = None) -> tuple[Any, Any]:
     policy = config.model_copy(update={"model": plain})
     model = load_policy(policy, scores=config.algorithm.family == "reward")
     load_weights(model, run_dir)
-    attend_as_transformers(model)
+    attend_as_transformers(model.plain)
     return model.module, model.tokenizer
 
 

@@ -21,7 +21,7 @@ from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import pick_device, without_quantization
 from reinforge.models.named_weights import named_weights
-from reinforge.models.save import writing
+from reinforge.models.save import attend_as_transformers, writing
 from reinforge.weights.probe import Scorer
 
 
@@ -77,7 +77,7 @@ def save_model(model: CausalModel, place: Path) -> None:
     if is_adapted(model.module) or hasattr(plain.config, "quantization_config"):
         plain = without_quantization(_without_adapter(model), model.dtype)
     used = plain.config._attn_implementation
-    plain.set_attn_implementation("sdpa")
+    attend_as_transformers(plain)
     try:
         with writing():
             plain.save_pretrained(place)

@@ -1,9 +1,10 @@
 """`reinforge demo`: from nothing to a model that learned, on a laptop CPU, in a few minutes.
 
-A small Llama is made from random numbers. SFT teaches it sums of four to six digits from
-demonstrations by sloppy teachers: three in five forget the last number. It imitates them, mistakes
-included. Then GRPO lets it try for itself on fresh problems, with no demonstrations, only a check
-of the answer, and it unlearns the mistake. Held-out problems occur in neither.
+A small model, a Llama unless another architecture is asked for, is made from random numbers. SFT
+teaches it sums of four to six digits from demonstrations by sloppy teachers: three in five forget
+the last number. It imitates them, mistakes included. Then GRPO lets it try for itself on fresh
+problems, with no demonstrations, only a check of the answer, and it unlearns the mistake. Held-out
+problems occur in neither.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def _config(
     )
 
 
-def run_demo(dir: Path, seed: int = 0, quick: bool = False) -> dict[str, Any]:
+def run_demo(
+    dir: Path, seed: int = 0, quick: bool = False, architecture: str = "llama"
+) -> dict[str, Any]:
     """Makes the model, trains it twice, and writes summary.json with both held-out accuracies."""
     start = time.monotonic()
     size = SIZES["quick" if quick else "full"]
@@ -97,7 +100,6 @@ def run_demo(dir: Path, seed: int = 0, quick: bool = False) -> dict[str, Any]:
         raise InputError(
             f"{folder} already holds a demo.", where="demo", fix="Give another --dir, or delete it."
         )
-    print(f"1/3  a Llama of about {_millions(size)} M parameters, made from random numbers")
     model = folder / "model"
     # otherwise this is a demo that was stopped, and goes on
     if not (model / "config.json").exists():
@@ -109,7 +111,9 @@ def run_demo(dir: Path, seed: int = 0, quick: bool = False) -> dict[str, Any]:
             heads=4,
             kv_heads=2,
             spread=0.08,
+            architecture=architecture,
         )
+    print(f"1/3  a {architecture} of {_millions(model):.1f} M parameters, made from random numbers")
     print(
         f"2/3  SFT on {size['demonstrations']} demonstrations by sloppy teachers: three in five"
         " forget the last number"
@@ -153,8 +157,9 @@ def run_demo(dir: Path, seed: int = 0, quick: bool = False) -> dict[str, Any]:
     return summary
 
 
-def _millions(size: dict[str, Any]) -> str:
-    return f"{12 * size['width'] ** 2 * size['layers'] / 1e6:.1f}"
+def _millions(model: Path) -> float:
+    """Parameters, in float32."""
+    return sum(file.stat().st_size for file in model.glob("*.safetensors")) / 4e6
 
 
 def _summary(sft: RunResult, rl: RunResult, seconds: float, seed: int) -> dict[str, Any]:

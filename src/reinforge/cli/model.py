@@ -16,6 +16,13 @@ from reinforge.core.errors import InputError
 from reinforge.watch.view import BarView
 
 TOY = "runs/tiny"  # where the recipes look for it
+Architecture = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Of the model: llama, qwen3_5 (layers keep state) or gpt_oss (sinks, experts).",
+    ),
+]
 
 
 def evaluate(
@@ -236,6 +243,7 @@ def tiny(
             metavar="N", min=64, help="Tokens that it can read; games need more than sums."
         ),
     ] = 256,
+    architecture: Architecture = "llama",
 ) -> None:
     """Make the small model that the recipes start from, in seconds.
 
@@ -244,6 +252,8 @@ def tiny(
     [bold]Examples[/bold]
 
       reinforge tiny runs/tiny
+
+      reinforge tiny runs/tiny-gpt-oss --architecture gpt_oss
 
       reinforge train recipe:algorithms/grpo
     """
@@ -255,12 +265,12 @@ def tiny(
         )
     from reinforge.offline.starter_model import make_taught_model
 
-    make_taught_model(out, seed=seed, context=context, view=BarView())
+    make_taught_model(out, seed=seed, context=context, view=BarView(), architecture=architecture)
     recipe = "reinforge train recipe:algorithms/grpo"
     path = shlex.quote(str(out))
     print_mapping(
         {
-            "made": f"{out}, a model that gets about a fifth of its sums (3+4+5=) right",
+            "made": f"{out}, a {architecture} that gets some of its sums (3+4+5=) right",
             "next": recipe if path == TOY else f"{recipe} model.path={path}",
             "more": "reinforge recipes lists what else starts from it",
         }
@@ -278,6 +288,7 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="A minute instead of several; learns less.")
     ] = False,
+    architecture: Architecture = "llama",
 ) -> None:
     """Train a small model from nothing, on this machine, and show what it learned.
 
@@ -285,8 +296,10 @@ def demo(
 
       reinforge demo
 
+      reinforge demo --architecture qwen3_5 --dir runs/demo-qwen3_5
+
       reinforge demo --quick --dir /tmp/demo
     """
     from reinforge.cli.demo import run_demo
 
-    run_demo(dir or Path("runs/demo-quick" if quick else "runs/demo"), seed, quick)
+    run_demo(dir or Path("runs/demo-quick" if quick else "runs/demo"), seed, quick, architecture)

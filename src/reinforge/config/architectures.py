@@ -10,19 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# of layers that keep state beside keys and values in a way that packs and the engine know
-STATEFUL = frozenset({"conv", "linear_attention", "mamba", "hybrid"})
-# these keep state too, and do not list their layers
-RECURRENT = frozenset({"bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2"})
+from reinforge.core.state_facts import ATTENDING, RECURRENT, STATEFUL
+
 # of layers that a pack and a paged cache know
-KINDS = STATEFUL | {
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
-    "attention",
-    "mlp",
-    "moe",
-}
+KINDS = STATEFUL | ATTENDING | {"mlp", "moe"}
 
 OWN = (
     "its layers have an attention of their own making, which sees neither packs nor the paged cache"

@@ -44,8 +44,9 @@ class DeviceShare:
 
 
 def prefill_bytes(f: ModelFacts) -> int:
-    """Activations of one forward over prompts."""
-    return PREFILL_TOKENS * f.itemsize * (4 * f.hidden + 3 * f.inner * f.active)
+    """Activations of one forward over prompts, and what a recurrence computes with in float32."""
+    work = 0 if f.state is None else FLOAT * f.state.work
+    return PREFILL_TOKENS * (f.itemsize * (4 * f.hidden + 3 * f.inner * f.active) + work)
 
 
 def logit_bytes(f: ModelFacts, rows: int) -> int:
@@ -89,6 +90,36 @@ def state_slots(slot_bytes: int, room: int, *, rows: int, sequence_bytes: int) -
     if not slot_bytes:
         return 0
     return max(1, min(rows, room // (slot_bytes + sequence_bytes)))
+
+
+def pool_size(
+    block_bytes: int,
+    slot_bytes: int,
+    room: int,
+    *,
+    rows: int,
+    longest: int | None,
+    ahead: int = BLOCK,
+    kv_gib: float | None = None,
+    block: int = BLOCK,
+) -> tuple[int, int]:
+    """Blocks, and slots of state, of a cache with this room, or with what is configured. A sequence
+    that has a slot has blocks for `longest` tokens too, or, where that is not known, for `ahead`.
+    """
+    if kv_gib is not None:
+        room = int(kv_gib * 2**30)
+    sequence = -(-(longest or ahead) // block) * block_bytes
+    slots = state_slots(slot_bytes, room, rows=rows, sequence_bytes=sequence)
+    room -= slots * slot_bytes
+    blocks = pool_blocks(
+        block_bytes,
+        room,
+        rows=slots or rows,
+        longest=longest,
+        kv_gib=None if kv_gib is None else max(room, 0) / 2**30,
+        block=block,
+    )
+    return blocks, slots
 
 
 def stays(pool: int, whole: int, beside: int | None) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from reinforge.core.state_facts import StateFacts
+
 FLOAT = 4  # bytes
 # MLPs of two matrices
 UNGATED = {"gpt2", "opt", "gpt_neox", "gptj", "gpt_neo", "bloom", "falcon", "phi", "codegen", "mpt"}
@@ -41,6 +43,7 @@ class ModelFacts:
     active: int = 1  # experts per token
     weights: int | None = None
     trained: int | None = None
+    state: StateFacts | None = None  # of layers that keep state; None: all attend
 
     @classmethod
     def of(cls, config: Any, **more: Any) -> ModelFacts:
@@ -82,6 +85,7 @@ class ModelFacts:
             "experts": experts,
             "active": first("num_experts_per_tok") or 1,
             "gated": getattr(config, "model_type", "") not in UNGATED,
+            "state": StateFacts.of(config),
         }
         return cls(**{**found, **more})
 
@@ -101,6 +105,18 @@ class ModelFacts:
     def attended(self) -> int:
         """What attention gives."""
         return self.heads * (self.value_dim or self.head_dim)
+
+    @property
+    def attending(self) -> int:
+        """Layers with keys and values."""
+        return self.layers if self.state is None else self.state.attending
+
+    @property
+    def slot_bytes(self) -> int:
+        """States of one sequence."""
+        if self.state is None:
+            return 0
+        return self.state.narrow * self.itemsize + self.state.wide * FLOAT
 
     def linears(self) -> dict[str, tuple[int, int, int]]:
         """(inputs, outputs, how many) of each matrix of a layer.

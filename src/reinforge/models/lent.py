@@ -18,7 +18,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from reinforge.core.errors import InputError
 from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import VALUE_HEAD
-from reinforge.models.packed import PackedModel
 from reinforge.models.save import writing
 
 ADAPTER = "adapter"  # the folder of an adapter, below that of its base
@@ -61,14 +60,6 @@ def take_adapter_out(adapted: Any) -> None:
     base = adapted.unload()
     if hasattr(base, "peft_config"):
         del base.peft_config
-
-
-def attend_as_transformers(model: PackedModel) -> None:
-    """Gives a model's module an attention of transformers', the fastest that it has."""
-    try:
-        model.plain.set_attn_implementation("sdpa")
-    except ValueError:
-        model.plain.set_attn_implementation("eager")
 
 
 def check_given(module: Any) -> None:

@@ -178,16 +178,27 @@ def context_length(cfg: ModelConfig) -> int:
 
 
 def check_architecture(
-    shape: Any, path: str, where: str = "model.path", *, scores: bool = False
+    shape: Any,
+    path: str,
+    where: str = "model.path",
+    *,
+    scores: bool = False,
+    in_memory: bool = False,
 ) -> None:
     """Refuses, before weights are read, what is known of a model's configuration: an architecture
-    that cannot be trained, and a reward model where a policy is wanted. `scores`: a reward model is
-    wanted.
+    that cannot be trained or loaded, and a reward model where a policy is wanted. `scores`: a
+    reward model is wanted. `in_memory`: there is nothing to load.
     """
     facts = shape.to_dict()
     if reason := architectures.refusal(facts):
         raise InputError(
             architectures.refusal_in_words(facts, reason), where=where, fix=architectures.FIX
+        )
+    if not scores and not in_memory and (reason := _no_text_model(shape)):
+        raise InputError(
+            architectures.refusal_in_words(facts, reason),
+            where=where,
+            fix="Use a checkpoint of its text model, or another architecture.",
         )
     if not scores and (kind := architectures.scores(facts)):
         raise InputError(
@@ -195,6 +206,23 @@ def check_architecture(
             where=where,
             fix="Give a causal LM here; a reward model goes under rewards.",
         )
+
+
+def _no_text_model(shape: Any) -> str | None:
+    """Why transformers has nothing that writes text for a configuration; None: it has, or the
+    checkpoint brings code of its own.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(shape) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(shape, "auto_map", None):
+        return None
+    senses = [name for name in ("vision", "audio") if hasattr(shape, f"{name}_config")]
+    if not senses:
+        return "transformers lists no causal language model for it"
+    return (
+        f"it has a tower for {' and '.join(senses)}, and transformers does not load the text half"
+        " of such a checkpoint alone"
+    )
 
 
 def _check_architecture(
@@ -358,7 +386,7 @@ def model_of(
     """A transformers or peft module that is in memory as a model of ours, on the device of `cfg`
     and with its tokenizer.
     """
-    check_architecture(module.config, type(module).__name__, "model")
+    check_architecture(module.config, type(module).__name__, "model", in_memory=True)
     check_place(module)
     if cfg.device != "auto" or module.device.type == "cpu":
         module.to(pick_device(cfg.device))

@@ -13,7 +13,9 @@ here, and `models.proof` refuses it.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -252,10 +254,15 @@ PRIMITIVES: dict[str, Callable[[Primitive, dict[str, Any]], Primitive]] = {
     "mamba_selective_scan": _selective,
 }
 _MARK = "reinforge_state"  # on a function of a modelling file that asks who runs
+SLOW = (
+    "its gated delta nets run as plain torch, which is slow on a GPU; with `pip install"
+    " flash-linear-attention` they take the kernels of that library"
+)
 
 
 def replace_mixers(module: nn.Module) -> int:
     """Lets the mixers of a module ask for their states; returns how many there are."""
+    logging.getLogger("transformers.integrations.hub_kernels").addFilter(_true_of_ours)
     count = 0
     for number, part in enumerate(module.modules()):
         forward = inspect.unwrap(type(part).forward)
@@ -272,6 +279,25 @@ def replace_mixers(module: nn.Module) -> int:
         mixer = StateMixer(part, int(part.layer_idx), number)  # type: ignore[arg-type]
         part.forward = mixer.forward  # type: ignore[method-assign]
     return count
+
+
+def _true_of_ours(record: logging.LogRecord) -> bool:
+    """transformers says of each function without a kernel that it is slow and what to install. Our
+    forwards have a convolution of their own, and on a CPU there is nothing to install: what helps
+    is told by `kernel_note`.
+    """
+    return "falling back to its reference PyTorch" not in str(record.msg)
+
+
+def kernel_note(config: Any, device: str) -> str | None:
+    """What would make a model faster that keeps state; None: nothing is known."""
+    delta = getattr(config, "linear_num_value_heads", None) or getattr(
+        config, "linear_num_heads", None
+    )
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if not delta or not on_gpu or importlib.util.find_spec("fla") is not None:
+        return None
+    return SLOW
 
 
 def holds_mixer(module: nn.Module) -> bool:

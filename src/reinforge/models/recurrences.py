@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64  # tokens
+from reinforge.core.state_facts import CHUNK
 
 
 def _quiet(x: Tensor, real: Tensor | None) -> Tensor:
@@ -35,8 +35,9 @@ def _quiet(x: Tensor, real: Tensor | None) -> Tensor:
 class GatedDelta:
     """The gated delta rule (2412.06464): S_t = exp(g_t) S_{t-1} (1 - b_t k_t k_t') + b_t k_t v_t'.
 
-    With g = b = 0 a token leaves the state as it is: so do pads. In float32 it is the torch code of
-    transformers, which kernels that it may have in its place do not know.
+    With g = b = 0 a token leaves the state as it is: so do pads. In float32, which the kernels that
+    transformers may have in its place do not know, and on a CPU it is the torch code, which solves
+    a system for each chunk: a short segment has a chunk of its own length.
     """
 
     by_chunk: Callable[..., Any]
@@ -51,8 +52,10 @@ class GatedDelta:
         # the kernel for single tokens has no gradient
         single = query.shape[1] == 1 and not torch.is_grad_enabled()
         rule = self.by_token if single else self.by_chunk
-        if query.dtype == torch.float32:
+        sizes = {}
+        if query.dtype == torch.float32 or query.device.type == "cpu":
             rule = inspect.unwrap(rule)
+            sizes = {} if single else {"chunk_size": min(CHUNK, query.shape[1])}
         out, final = rule(
             query,
             key,
@@ -62,6 +65,7 @@ class GatedDelta:
             initial_state=state,
             output_final_state=True,
             use_qk_l2norm_in_kernel=self.normed,
+            **sizes,
         )
         return out, final
 

@@ -22,7 +22,7 @@ from reinforge.core.sample import Sample
 from reinforge.models import attention, proof
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
-from reinforge.models.save import writing
+from reinforge.models.save import attend_as_transformers, writing
 
 HEAD = "score"  # what transformers calls the head of its causal sequence classifiers
 
@@ -167,7 +167,7 @@ class ScalarModel(PackedModel):
         loads them.
         """
 
-        self.plain.set_attn_implementation("sdpa")
+        attend_as_transformers(self.plain)
         try:
             with writing():
                 self.module.save_pretrained(path)

@@ -1,10 +1,12 @@
-"""A small model made from nothing: a real architecture (Llama) and a real byte-level tokenizer, for
-demos, checks and tests.
+"""A small model made from nothing: a real architecture and a real byte-level tokenizer, for demos,
+checks and tests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from reinforge.core.errors import InputError
 from reinforge.core.files import readable_as_usual
@@ -47,6 +49,52 @@ def tiny_tokenizer(text: list[str] | None = None, vocabulary: int = 300):  # typ
     )
 
 
+def _llama(sizes: dict[str, Any]) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**sizes)
+
+
+def _qwen3_5(sizes: dict[str, Any]) -> Any:
+    """Three of four layers are gated delta nets, as in the published ones, and the last attends."""
+    from transformers import Qwen3_5TextConfig
+
+    layers = sizes["num_hidden_layers"]
+    head = sizes["hidden_size"] // sizes["num_attention_heads"]
+    kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers - 1)]
+    return Qwen3_5TextConfig(
+        **sizes,
+        head_dim=head,
+        linear_num_key_heads=sizes["num_key_value_heads"],
+        linear_num_value_heads=sizes["num_attention_heads"],
+        linear_key_head_dim=head,
+        linear_value_head_dim=head,
+        layer_types=[*kinds, "full_attention"],
+    )
+
+
+def _gpt_oss(sizes: dict[str, Any]) -> Any:
+    """Four experts of which two see a token, sinks, and a window in every second layer."""
+    from transformers import GptOssConfig
+
+    return GptOssConfig(
+        **sizes,
+        head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+
+
+# sizes that all architectures have in common become a configuration
+ARCHITECTURES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "llama": _llama,
+    "qwen3_5": _qwen3_5,
+    "gpt_oss": _gpt_oss,
+}
+
+
 def make_tiny_model(
     path: str | Path,
     *,
@@ -60,13 +108,20 @@ def make_tiny_model(
     vocabulary: int = 300,
     spread: float = 0.02,
     chat: bool = False,
+    architecture: str = "llama",
 ) -> Path:
-    """Writes a randomly initialised causal LM of about width²·layers·12 parameters in Hugging Face
-    format. `chat`: with a template.
+    """Writes a randomly initialised causal LM in Hugging Face format, as a Llama of about
+    width²·layers·12 parameters. `chat`: with a template. `architecture`: one of ARCHITECTURES.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
+    if architecture not in ARCHITECTURES:
+        raise InputError(
+            f"there is no tiny {architecture!r}.",
+            where="architecture",
+            fix=f"Choose one of {', '.join(ARCHITECTURES)}.",
+        )
     path = Path(path)
     if path.exists() and any(path.iterdir()) and not (path / "config.json").exists():
         raise InputError(
@@ -75,23 +130,25 @@ def make_tiny_model(
     tokenizer = tiny_tokenizer(text, vocabulary)
     if chat:
         tokenizer.chat_template = CHAT
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=width * 8 // 3 // 32 * 32,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=context,
-        tie_word_embeddings=True,
-        initializer_range=spread,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
+    config = ARCHITECTURES[architecture](
+        dict(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            intermediate_size=width * 8 // 3 // 32 * 32,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            max_position_embeddings=context,
+            tie_word_embeddings=True,
+            initializer_range=spread,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     with writing():
         model.save_pretrained(path)
     tokenizer.save_pretrained(path)

@@ -23,7 +23,7 @@ from reinforge.models.load import (
     stop_tokens,
     without_quantization,
 )
-from reinforge.models.save import writing
+from reinforge.models.save import attend_as_transformers, writing
 from reinforge.models.scalar import ScalarModel
 from reinforge.offline.card import Form, card
 from reinforge.offline.gguf_file import PRECISIONS, gguf_package, write_gguf
@@ -118,7 +118,7 @@ def _write_model(config: Config, run: Path, out: Path, checkpoint: str, merge: b
     module: Any = model.module
     if config.adapter is not None:
         module = merged(module)
-    model.causal.set_attn_implementation("sdpa")
+    attend_as_transformers(model.causal)
     _end_of_turn(model, config)
     if config.adapter is not None and config.adapter.kind == "qlora":
         module = without_quantization(module, model.dtype)

@@ -32,6 +32,7 @@ from reinforge.models.load import (
     load_tokenizer,
     pick_device,
 )
+from reinforge.models.mixers import kernel_note
 from reinforge.plan.hub import models_of
 from reinforge.plan.preflight import PlanReport
 from reinforge.rollout.dialogue.env_player import first_prompt
@@ -122,6 +123,8 @@ def check_model(config: Config, report: PlanReport) -> None:
     shape = load_config(config.model)
     check_architecture(shape, config.model.path, scores=config.algorithm.family == "reward")
     if note := rope.note(shape.get_text_config()):
+        report.warn("model.path", note)
+    if note := kernel_note(shape.get_text_config(), config.model.device):
         report.warn("model.path", note)
     if architectures.keeps_state(shape.to_dict()) and config.rollout.engine == "native":
         if config.rollout.speculation.when != "never":

@@ -192,7 +192,7 @@ def test_the_pool_is_the_engines() -> None:
     ):
         blocks = NativeEngine(model, **options).blocks
         fp8 = "cache_precision" in options
-        found = memory_model.kv_pool_bytes(
+        found = memory_model.kv_pool(
             facts,
             None,
             options["max_batch"],
@@ -200,7 +200,8 @@ def test_the_pool_is_the_engines() -> None:
             kv_gib=options.get("kv_gib"),
             fp8=fp8,
         )
-        assert found == blocks * 16 * memory_model.kv_token_bytes(facts, fp8)
+        assert found.bytes == blocks * 16 * memory_model.kv_token_bytes(facts, fp8)
+        assert (found.tokens, found.slots) == (blocks * 16, 0)
 
 
 def test_the_copies_are_the_engines() -> None:

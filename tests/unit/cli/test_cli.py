@@ -303,7 +303,7 @@ def test_eval_chat_export_demo_check(
     assert main(["export", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
     assert main(["export", str(tmp_path), str(tmp_path)]) == 2  # not empty: it holds the config
     assert main(["demo", "--dir", "d", "--quick"]) == 0
-    assert calls[-1] == ((Path("d"), 0, True), {})
+    assert calls[-1] == ((Path("d"), 0, True, "llama"), {})
     for quick, folder in (([], "runs/demo"), (["--quick"], "runs/demo-quick")):
         assert main(["demo", *quick]) == 0 and calls[-1][0][0] == Path(folder)
     assert main(["check"]) == 0 and calls[-1] == ((None,), {})

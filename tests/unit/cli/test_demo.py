@@ -11,6 +11,11 @@ from reinforge.cli import demo
 from reinforge.core.errors import InputError
 
 
+def test_an_architecture_that_is_not_made_small_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no tiny 'mamba'.*llama, qwen3_5, gpt_oss"):
+        demo.run_demo(tmp_path / "demo", quick=True, architecture="mamba")
+
+
 def test_a_demo_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = demo.train_config
     asked = list[str]()

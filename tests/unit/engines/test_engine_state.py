@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from helpers.toy_architectures import STATEFUL, make_architecture
+from helpers.toy_architectures import STATEFUL, make_architecture, make_config
 from helpers.toys import ToyTokenizer, run, tokens_of, true_logprobs
+from reinforge.backends import memory_model
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.errors import InputError
-from reinforge.core.kv_pool import pool_blocks, state_slots
+from reinforge.core.kv_pool import PREFILL_TOKENS, pool_blocks, prefill_bytes, state_slots
+from reinforge.core.model_facts import ModelFacts
 from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.native import engine as native
@@ -244,3 +248,35 @@ def test_slots_take_their_part_of_the_memory() -> None:
     assert state_slots(90, 450, rows=8, sequence_bytes=10) == 4
     assert state_slots(90, 5, rows=8, sequence_bytes=10) == 1
     assert pool_blocks(0, 0, rows=3, longest=40) == 9, "blocks that hold nothing cost nothing"
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_plan_counts_the_layers_that_attend_and_the_states_of_the_others(name: str) -> None:
+    """From the configuration alone, and from the tensors that the engine makes; also from the
+    bare config.json.
+    """
+    model = CausalModel(make_architecture(name, dtype=torch.bfloat16), ToyTokenizer())
+    facts = ModelFacts.of(model.config, itemsize=2)
+    raw = SimpleNamespace(**make_config(name).to_dict())
+    assert ModelFacts.of(raw, itemsize=2).state == facts.state
+    for kv_gib in (0.00004, None):  # room for some of the sequences, and for all
+        engine = NativeEngine(model, max_batch=8, longest=100, kv_gib=kv_gib)
+        run(engine.generate([5, 6, 7], Sampling(2), key=0))
+        assert engine.cache is not None and engine.states is not None
+        made = [*engine.cache.keys, *engine.cache.values, *engine.states.tensors]
+        pool = memory_model.kv_pool(facts, None, 8, 100, kv_gib=kv_gib)
+        assert (pool.tokens, pool.slots) == (engine.blocks * engine.block, engine.slots)
+        # without the one block and the one slot that are nobody's
+        assert pool.bytes == sum(part[1:].nbytes for part in made)
+
+
+def test_a_recurrence_has_room_to_compute_in() -> None:
+    """The shape of Qwen3.5-9B: a gated delta net needs about as much as the layers around it."""
+    from transformers import Qwen3_5TextConfig
+
+    facts = ModelFacts.of(Qwen3_5TextConfig())
+    assert facts.attending == 8 and facts.slot_bytes == 24 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
+    beside = replace(facts, state=None)
+    measured = 266_596  # bytes of each token: models/recurrences.py on a CPU in bfloat16
+    work = prefill_bytes(facts) - prefill_bytes(beside)
+    assert 1 <= work / (PREFILL_TOKENS * measured) < 1.1

@@ -5,18 +5,20 @@ where prompts are shared, and everything is transformers' own forward of each sa
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers.toy_architectures import STATEFUL, make_architecture
+from helpers.toy_architectures import STATEFUL, make_architecture, make_config
 from helpers.toys import relative, tokens_of, true_logprobs
 from reinforge.config.adapter import AdapterConfig
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
+from reinforge.models import mixers
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.models.recurrences import SelectiveScan, StateSpace
@@ -175,6 +177,39 @@ def test_slices_of_a_sequence_are_refused_by_name() -> None:
     model.slices = object()  # type: ignore[assignment]
     with pytest.raises(InputError, match=r"train\.sequence_parallel: 1 layers of Lfm2ForCausalLM"):
         model.states(Batch.pack(group(4, 2)))
+
+
+# ---- kernels that may be missing ----
+
+
+def test_nothing_is_said_of_kernels_that_our_forwards_do_not_use() -> None:
+    """transformers wants a convolution to be installed that packs and the engine never call."""
+    from transformers.integrations import hub_kernels
+
+    heard: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    hub_kernels.logger.addHandler(listener)
+    try:
+        CausalModel(make_architecture("qwen3_5"))
+        hub_kernels.logger.warning_once.cache_clear()
+        true_logprobs(make_architecture("qwen3_5"), tokens_of(5, 1, VOCABULARY))
+        hub_kernels.logger.warning("something else")
+    finally:
+        hub_kernels.logger.removeHandler(listener)
+    assert heard == ["something else"]
+
+
+def test_what_would_make_gated_delta_nets_faster_on_a_gpu_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delta = make_config("qwen3_5")
+    monkeypatch.setattr(mixers.importlib.util, "find_spec", lambda name: None)
+    assert "flash-linear-attention" in (mixers.kernel_note(delta, "cuda:1") or "")
+    assert mixers.kernel_note(delta, "cpu") is None
+    assert mixers.kernel_note(make_config("granite_hybrid"), "cuda") is None, "it is a Mamba"
+    monkeypatch.setattr(mixers.importlib.util, "find_spec", lambda name: name == "fla")
+    assert mixers.kernel_note(delta, "cuda") is None
 
 
 # ---- the flow of states ----

@@ -13,10 +13,12 @@ import torch
 
 from helpers.tiny_runs import LORA, launch, make_config, tensors
 from reinforge.build.saved_model import open_model
+from reinforge.build.served import save_model
 from reinforge.cli.main import main
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.model import ModelConfig
 from reinforge.core.errors import InputError
+from reinforge.models import attention
 from reinforge.models.load import load_model, load_scalar
 from reinforge.models.tiny import make_tiny_model
 from reinforge.offline.card import cited
@@ -51,6 +53,28 @@ def adapter(lora: Path) -> Path:
 @pytest.fixture(scope="module")
 def merged(lora: Path) -> Path:
     return export(lora, lora.parent / "merged", merge=True)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "gpt_oss"])
+def test_a_run_of_an_architecture_with_other_layers_is_exported(
+    architecture: str, tmp_path: Path
+) -> None:
+    """gpt-oss has no attention of torch's; what a server is given has the same weights."""
+    from transformers import AutoModelForCausalLM
+
+    source = make_tiny_model(
+        tmp_path / "source", width=32, layers=2, heads=4, architecture=architecture
+    )
+    cfg = make_config(str(source), tmp_path, "run", "grpo", "train.steps=1")
+    launch(cfg)
+    model, _ = open_model(cfg.run.dir)
+    save_model(model, tmp_path / "served")
+    assert model.plain.config._attn_implementation == attention.NAME
+    before = logits(AutoModelForCausalLM.from_pretrained(source))
+    out = export(Path(cfg.run.dir), tmp_path / "out")
+    exported = logits(AutoModelForCausalLM.from_pretrained(out))
+    served = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "served"))
+    assert torch.equal(exported, served) and not torch.equal(exported, before)
 
 
 def test_an_adapter_is_a_peft_checkpoint_and_merging_changes_nothing(

@@ -45,8 +45,7 @@ from reinforge.core.kv_pool import (
     DeviceShare,
     block_tokens,
     gpu_room,
-    pool_blocks,
-    state_slots,
+    pool_size,
     stays,
 )
 from reinforge.core.model_facts import ModelFacts
@@ -178,23 +177,16 @@ class NativeEngine:
             facts = ModelFacts.of(self.model.config, itemsize=self.model.dtype.itemsize)
             free = memory.free - (0 if self.fp8 is None else self.fp8.size)
             room = gpu_room(facts, free, self.max_batch, self.share)
-        if kv_gib is not None:
-            room = int(kv_gib * 2**30)
-        slot = StateStore.slot_bytes(self.state_shapes)
-        blocks = -(-(longest or AHEAD) // self.block)
-        slots = state_slots(
-            slot, room, rows=self.max_batch, sequence_bytes=blocks * self._block_bytes()
-        )
-        room -= slots * slot
-        blocks = pool_blocks(
+        return pool_size(
             self._block_bytes(),
+            StateStore.slot_bytes(self.state_shapes),
             room,
-            rows=slots or self.max_batch,
+            rows=self.max_batch,
             longest=longest,
-            kv_gib=None if kv_gib is None else max(room, 0) / 2**30,
+            ahead=AHEAD,
+            kv_gib=kv_gib,
             block=self.block,
         )
-        return blocks, slots
 
     def _block_bytes(self) -> int:
         return self.block * KVCache.token_bytes(self.shapes, self.cache_dtype)
