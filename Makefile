@@ -61,6 +61,7 @@ reference: env ## write docs/reference/ from the schema and the rules, and the t
 	@$(PY) tools/gen_algorithms.py
 	@$(PY) tools/gen_formats.py
 	@$(PY) tools/gen_models.py
+	@$(PY) tools/gen_migrate.py
 	@$(PY) tools/parity_table.py
 
 docs: env-docs reference ## build the site into site/

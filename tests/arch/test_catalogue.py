@@ -72,7 +72,8 @@ def test_nobody_asks_for_an_algorithm_by_its_name() -> None:
     found = []
     for path in modules().values():
         place = path.relative_to(PACKAGE).as_posix()
-        if place == CATALOGUE:
+        # libraries of others name algorithms: what they call them is what is translated
+        if place == CATALOGUE or place.startswith("migrate/libraries/"):
             continue
         registry = place.startswith(REGISTRIES)
         found += [

@@ -37,9 +37,16 @@ def test_only_the_rules_compare_the_backend_or_the_engine() -> None:
 
 
 def test_only_its_own_files_name_a_server() -> None:
-    """So that a new one is a line of `SERVERS` and a dialect, perhaps with a plug-in beside it."""
+    """So that a new one is a line of `SERVERS` and a dialect, perhaps with a plug-in beside it.
+
+    Those who translate files of other libraries name servers as these do.
+    """
     homes = {
-        server: ("reinforge.config.engine", facts.dialect.partition(":")[0])
+        server: (
+            "reinforge.config.engine",
+            "reinforge.migrate.libraries.",
+            facts.dialect.partition(":")[0],
+        )
         for server, facts in SERVERS.items()
     }
     wrong = []

@@ -39,6 +39,7 @@ FLOORS = {
     "sandbox": 1,
     "checkpoint": 1,
     "watch": 1,
+    "migrate": 1,
     # a mezzanine: docs/decisions/0003-mezzanine.md and 0017-the-house.md
     "config": 0.7,
     "algorithms": 0.5,

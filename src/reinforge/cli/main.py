@@ -75,6 +75,11 @@ class ReinforgeCommands(LazyGroup):
             "reinforge.cli.models:models",
             "Show which architectures are supported, by which engine, backend and feature.",
         ),
+        "migrate": CommandEntry(
+            "reinforge.cli.migrate:migrate",
+            "Make a configuration of a script or file of TRL, veRL, OpenRLHF, LLaMA-Factory or"
+            " NeMo-RL.",
+        ),
         "recipes": CommandEntry(
             "reinforge.cli.configs:recipes",
             "List the configurations that come with reinforge.",
