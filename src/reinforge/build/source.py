@@ -5,6 +5,7 @@ that uses both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
@@ -13,11 +14,13 @@ from reinforge.core.backend import Stateful
 from reinforge.core.engine import Engine
 from reinforge.core.env import Rollout
 from reinforge.core.errors import InputError
+from reinforge.core.redact import redact_settings
 from reinforge.core.sample import Row
 from reinforge.data.cursor import Cursor
 from reinforge.engines.resumable import ResumableRequests
 from reinforge.rollout.buffer import RolloutBuffer
 from reinforge.rollout.journal import Journal
+from reinforge.rollout.kept import FOLDER, KeptRolloutBuffer, KeptRollouts
 from reinforge.rollout.partial import PartialSource
 from reinforge.rollout.rows.curriculum import (
     DeclaredDifficulty,
@@ -33,7 +36,9 @@ from reinforge.rollout.rows.sampler import (
     RowWeighting,
     TeachableWeighting,
 )
+from reinforge.rollout.scoring import RewardScorer
 from reinforge.rollout.source import GroupSource
+from reinforge.watch.logs import read_json
 
 
 def make_source(
@@ -120,12 +125,15 @@ def resumable_requests(cfg: Config, engine: Engine) -> ResumableRequests | None:
 
 
 def make_buffer(
-    cfg: Config, source: GroupSource, steps: int
+    cfg: Config, source: GroupSource, steps: int, scorer: RewardScorer
 ) -> tuple[RolloutBuffer, dict[str, Stateful]]:
     """What runs the source, ahead of training where it may, and its part of a checkpoint.
+    `scorer`: of what is played.
 
     What is carried over uses the bound up by itself.
     """
+    if cfg.rollout.kept is not None:
+        return _kept_buffer(cfg, source, Path(cfg.rollout.kept), scorer), {}
     staleness = 0 if cfg.rollout.partial else cfg.rollout.staleness
     buffer = RolloutBuffer(
         source,
@@ -137,6 +145,29 @@ def make_buffer(
     if staleness:
         parts["ahead"] = buffer
     return buffer, parts
+
+
+def _kept_buffer(
+    cfg: Config, source: GroupSource, kept: Path, scorer: RewardScorer
+) -> KeptRolloutBuffer:
+    """Rewards count as they were kept, unless this run has other ones."""
+    if not (kept / FOLDER).is_dir():
+        raise InputError(
+            f"{kept} has no kept rollouts.",
+            where="rollout.kept",
+            fix="Give the directory of a run that had run.keep_rollouts: true.",
+        )
+    ours = cfg.model_dump(mode="json")["rewards"]
+    theirs = read_json(kept / "config.json").get("rewards")
+    if redact_settings(ours) == theirs:
+        return KeptRolloutBuffer(source, KeptRollouts(kept), None)
+    if cfg.env is not None or cfg.agent is not None:
+        raise InputError(
+            "the rewards of episodes cannot be computed again from kept rollouts.",
+            where="rewards",
+            fix="Leave the rewards as they were, and change other settings.",
+        )
+    return KeptRolloutBuffer(source, KeptRollouts(kept), scorer)
 
 
 def row_weightings(

@@ -46,6 +46,7 @@ from reinforge.loops.view import ViewLike
 from reinforge.models.causal import CausalModel
 from reinforge.rewards.normalization import RewardNormalization
 from reinforge.rollout.journal import Journal
+from reinforge.rollout.kept import KeptRollouts
 from reinforge.rollout.players.domains import DomainRollout
 
 
@@ -122,7 +123,7 @@ def build_rl(
         requests=resumable_requests(cfg, engine),
         sampler=given.sampler,
     )
-    buffer, buffer_parts = make_buffer(cfg, source, steps)
+    buffer, buffer_parts = make_buffer(cfg, source, steps, rollout.scorer)
     parts |= buffer_parts
     if running.rules:
         parts["rewards"] = running
@@ -174,6 +175,7 @@ def build_rl(
         running=running,
         ptx=ptx,
         skip_idle=cfg.train.skip_idle,
+        kept=KeptRollouts(Path(cfg.run.dir)) if cfg.run.keep_rollouts else None,
         tracer=Tracer(
             inputs.algorithm,
             inputs.weights,

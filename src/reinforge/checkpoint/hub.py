@@ -21,7 +21,7 @@ WHERE = "run.hub.repo"
 CHECKPOINTS = "checkpoints"
 PART = ".from-hub"  # in the run directory, while a checkpoint is fetched
 # what a run needs besides a checkpoint to go on as if it had never moved
-LOGS = ("metrics.jsonl", "events.jsonl", "samples.jsonl", "groups.jsonl")
+LOGS = ("metrics.jsonl", "events.jsonl", "samples.jsonl", "groups.jsonl", "anchors.jsonl")
 RECORD = ("config.json", "versions.json", "prediction.json", "summary.json", "report.html")
 COMPUTED = (
     "reference.safetensors",

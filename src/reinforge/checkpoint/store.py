@@ -246,6 +246,20 @@ def digest(path: Path) -> str:
     alike have one digest.
     """
     path = Path(path)
+    total = _hashed_tensors(path)
+    stored = files.read_state(path)
+    extra = {key: value for key, value in stored["extra"].items() if key != "clock"}
+    plain = {"step": stored["step"], "meta": stored["meta"], "extra": extra}
+    total.update(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode())
+    return total.hexdigest()
+
+
+def tensors_digest(path: Path) -> str:
+    """SHA-256 of every tensor alone: weights, optimizer, and those of the parts."""
+    return _hashed_tensors(Path(path)).hexdigest()
+
+
+def _hashed_tensors(path: Path) -> hashlib._Hash:
     total = hashlib.sha256()
     try:
         paths = files.check_files(path, verify=False)
@@ -255,10 +269,7 @@ def digest(path: Path) -> str:
             total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     except files.DamagedFile as damage:
         raise InputError(damage.what, where=str(damage.file), fix=_advice(path)) from damage
-    extra = {key: value for key, value in stored["extra"].items() if key != "clock"}
-    plain = {"step": stored["step"], "meta": stored["meta"], "extra": extra}
-    total.update(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode())
-    return total.hexdigest()
+    return total
 
 
 def digest_run(run_dir: Path) -> str:

@@ -19,12 +19,12 @@ from reinforge.core.errors import InputError
 from reinforge.watch.ending import describe_end, grouped
 from reinforge.watch.pipeline import RECORD, show_pipeline, write_pipeline_report
 from reinforge.watch.report import write_report
-from reinforge.watch.runs import compare_runs, list_runs, show_run
+from reinforge.watch.runs import list_runs, show_run
 from reinforge.watch.why import explain_group, find_group, find_sample, overview, read_step
 
 
 class RunsCommands(LazyGroup):
-    """`reinforge runs`: those below, and one that reads checkpoints."""
+    """`reinforge runs`: those below, and some that read checkpoints or train."""
 
     entries = {
         "digest": CommandEntry(
@@ -34,6 +34,19 @@ class RunsCommands(LazyGroup):
         "diagnose": CommandEntry(
             "reinforge.cli.diagnose:diagnose",
             "Say what is wrong with a run: the first cause, its evidence, the knob to turn.",
+        ),
+        "compare": CommandEntry(
+            "reinforge.cli.compare:compare",
+            "Compare runs: where they part and why, which settings differ, how their metrics end.",
+        ),
+        "replay": CommandEntry(
+            "reinforge.cli.replay:replay_command",
+            "Do a step of a run again, on a CPU bit for bit, and compare it with what the run"
+            " recorded.",
+        ),
+        "branch": CommandEntry(
+            "reinforge.cli.replay:branch_command",
+            "Go on from a step of a run in a new directory, with other settings if wanted.",
         ),
     }
 
@@ -145,40 +158,6 @@ def report(run: RunDir) -> None:
 
 
 @app.command()
-def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.")],
-    as_json: AsJson = False,
-) -> None:
-    """Compare runs: which settings differ, and how their metrics end.
-
-    [bold]Example[/bold]
-
-      reinforge runs compare runs/a runs/b
-    """
-    found = compare_runs(runs)
-    if as_json:
-        _json(found)
-        return
-    names = [str(run) for run in found["runs"]]
-    single = {
-        key: values for key, values in found.items() if key != "runs" and isinstance(values, list)
-    }
-    print_table(
-        [{"": key, **dict(zip(names, values, strict=True))} for key, values in single.items()]
-    )
-    for title, part in found.items():
-        if isinstance(part, Mapping):
-            print()
-            print_table(
-                [
-                    {title: key, **dict(zip(names, values, strict=True))}
-                    for key, values in part.items()
-                ],
-                empty=f"{title}: no difference",
-            )
-
-
-@app.command()
 def why(
     run: RunDir,
     step: Annotated[
@@ -227,6 +206,7 @@ def _shown(run: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "settings": run["config"],
         **grouped(run["last"]),
+        "branch of": run.get("branch_of"),
         "checkpoints": [c["step"] for c in run["checkpoints"]] or None,
         "events": [str(event.get("kind")) for event in run["events"]] or None,
         "versions": run["versions"],

@@ -44,6 +44,14 @@ class RolloutConfig(Section):
             " under way for each one that is trained."
         ),
     )
+    kept: str | None = Field(
+        None,
+        description=(
+            "The directory of a run with run.keep_rollouts: its rollouts are trained on, step by"
+            " step, and nothing is generated. Other rewards than that run's are asked about its"
+            " answers."
+        ),
+    )
     engine: EngineName = Field(
         "native",
         description=(

@@ -109,6 +109,13 @@ class RunConfig(Section):
             " counted."
         ),
     )
+    keep_rollouts: bool = Field(
+        False,
+        description=(
+            "Keep the rollouts of every step on disk (the folder rollouts), so that another run can"
+            " train on them: rollout.kept."
+        ),
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     hub: HubConfig | None = Field(None, description="Keep the run on the hub too.")
     log: LogConfig = LogConfig()

@@ -4,7 +4,7 @@ continue it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ MAY_CHANGE = (
     "run.log.",
     "run.doctor.",
     "run.checkpoint.",
+    "run.keep_rollouts",
     "run.hub.",
     "run.resume",
     "run.dir",
@@ -47,6 +48,8 @@ MAY_CHANGE = (
     "rollout.engine",
     "engine.",
 )
+# What a state belongs to: no branch of a run can have another.
+BOUND_TO_STATE = ("model.", "adapter.", "critic.", "data.")
 # Of a teacher's server: where it is and how it is asked.
 MAY_CHANGE_OF_SERVER = ("url", "api_key_env", "parallel", "retries", "timeout")
 Changes = dict[str, list[Any]]  # dotted key: [old value, new value]
@@ -72,9 +75,35 @@ def allowed(key: str, value: Any) -> bool:
     *section, name = key.split(".")
     if section and section[0] == "teacher" and section[-1] == "server":
         return name in MAY_CHANGE_OF_SERVER
-    return any(
-        f"{key}.".startswith(free) if free.endswith(".") else key == free for free in MAY_CHANGE
-    )
+    return _among(key, MAY_CHANGE)
+
+
+def _among(key: str, keys: Sequence[str]) -> bool:
+    """Whether it is one of these keys, or in one of these sections."""
+    return any(f"{key}.".startswith(one) if one.endswith(".") else key == one for one in keys)
+
+
+def check_branch(parent: Config, branch: Config) -> Changes:
+    """What a branch changes of the run that it comes from; an error where the state of that run
+    cannot go on with it.
+
+    What may change when a run is continued may change here. Other settings make a branch another
+    run than its parent, which is what it is for.
+    """
+    found = changes(parent.model_dump(mode="json"), branch.model_dump(mode="json"))
+    found.pop("run.dir", None)
+    refused = [
+        key
+        for key, (_, new) in found.items()
+        if not allowed(key, new) and _among(key, BOUND_TO_STATE)
+    ]
+    if refused:
+        raise InputError(
+            f"weights, optimizer and data order of the run belong to its {', '.join(refused)}.",
+            where=refused[0],
+            fix="Begin a new run with it (`reinforge export` writes this one's model).",
+        )
+    return found
 
 
 def check_changes(run_dir: Path, cfg: Config) -> Changes | None:

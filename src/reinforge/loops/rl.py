@@ -37,6 +37,7 @@ from reinforge.loops.step import TrainingStep
 from reinforge.loops.trace import StepTrace, Tracer
 from reinforge.rewards.normalization import RewardNormalization
 from reinforge.rollout.buffer import RolloutBuffer
+from reinforge.rollout.kept import KeptRollouts
 from reinforge.rollout.source import GroupSource, RolloutBatch, rollout_metrics
 
 OF_ENGINE = "engine/"  # counters of the run that are the engine's
@@ -66,6 +67,7 @@ class RLTrainer:
     ptx: PretrainingMix | None = None  # pre-training text in every optimizer step of the policy
     skip_idle: bool = True  # rows without gradient are not computed
     tracer: Tracer | None = None  # records for people what steps did
+    kept: KeptRollouts | None = None  # where the rollouts of every step are kept, if they are
 
     async def steps(self) -> AsyncGenerator[RunStep, None]:
         """The run. Every step comes twice: open, when it has rollouts and rewards, and done."""
@@ -77,6 +79,8 @@ class RLTrainer:
             while run.going():
                 before = self._engine_stats()
                 rollouts = await self._collect()
+                if self.kept is not None:
+                    self.kept.write(run.step + 1, rollouts, run.cursor.taken)
                 generated = self._engine_stats().since(before)
                 step = run.open_step(
                     prepare=self._prepare, rollouts=rollouts, measure=partial(self._seen, rollouts)

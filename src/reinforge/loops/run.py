@@ -28,6 +28,7 @@ from reinforge.core.metrics import Metrics
 from reinforge.core.redact import redact, redact_settings
 from reinforge.core.sample import Group
 from reinforge.data.cursor import Cursor
+from reinforge.loops.anchors import machine, samples_digests, update_digest, weights_digest
 from reinforge.loops.checkpointer import Checkpointer
 from reinforge.loops.config_changes import Changes
 from reinforge.loops.control import RunControl
@@ -225,6 +226,8 @@ class Run:
         one that was cut.
         """
         self.phases.take()  # what opening the run took, with its trackers, is no step's
+        backend = self.checkpointer.backend
+        self.recorder.anchor(self.step, {**self._place(), "begins": machine(backend)})
         if self.step > self.total:
             self.view.message(
                 f"this run has done {self.step} steps already, and {self.total} are asked for:"
@@ -378,6 +381,7 @@ class Run:
         self.doctor.observe(self.step, metrics)
         self.view.update(self.step, self.last)
         self._show_samples(groups, trace)
+        self._anchor(opened, step)
         self._judge(step, groups)
         self.seconds += seconds - timing.get("time/eval", 0.0) - timing.get("time/checkpoint", 0.0)
         if self._out_of_time() and self.going():
@@ -423,6 +427,27 @@ class Run:
             training = trace["samples"] if trace else None
             self.recorder.samples(self.step, groups, log.samples, training=training)
             self.view.table(groups[: log.samples])
+
+    def _anchor(self, opened: RunStep, step: TrainingStep) -> None:
+        """What the step can be found and compared by."""
+        self.recorder.anchor(
+            self.step,
+            {
+                **self._place(),
+                "samples": samples_digests(opened.samples),
+                "update": update_digest([*step.policy, *step.critic]),
+                "weights": weights_digest(self.checkpointer.backend),
+                "by_caller": sorted({*opened.changed, *(["skipped"] if opened.skipped else [])}),
+            },
+        )
+
+    def _place(self) -> dict[str, Any]:
+        """Where the run is, beside its weights."""
+        return {
+            "cursor": self.cursor.state(),
+            "counters": self.counters,
+            "budget": self.checkpointer.backend.budget,
+        }
 
     def _out_of_time(self) -> bool:
         limit = self.cfg.run.max_seconds

@@ -19,7 +19,8 @@ Scores = dict[str, list[float | None]]
 class Journal:
     """What happened in rollouts since the last checkpoint and cannot be asked again: scores of
     rewards that are not pure, which groups were done first, what environments said. Rollouts write
-    it before they use it; a step that is done again after a crash reads it; a checkpoint clears it.
+    it before they use it; a step that is done again after a crash reads it. A checkpoint clears it:
+    what it held goes to the end of journal-past.jsonl beside it, for steps that are replayed.
 
     Append-only JSONL of (group, tokens hash, scores), of (submitted groups, those that were done
     first), and of episodes. Without a path it remembers nothing.
@@ -105,5 +106,14 @@ class Journal:
         self._choices.clear()
         self._episodes.clear()
         self._torn = False
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+        if self.path is not None and self.path.exists():
+            with past_of(self.path).open("ab") as past:
+                past.write(b"\n" + self.path.read_bytes())
+            self.path.unlink()
+
+
+def past_of(journal: Path) -> Path:
+    """Where the entries are that checkpoints have cleared. A crash in between leaves some twice,
+    which does no harm: an entry is found by what it is of.
+    """
+    return journal.with_name(f"{journal.stem}-past.jsonl")

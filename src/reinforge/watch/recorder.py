@@ -1,5 +1,5 @@
-"""The run's own record: metrics.jsonl, events.jsonl, samples.jsonl, groups.jsonl, config.json,
-versions.json.
+"""The run's own record: metrics.jsonl, events.jsonl, samples.jsonl, groups.jsonl, anchors.jsonl,
+config.json, versions.json.
 
 A checkpoint stores the byte offsets of the logs. A resumed run cuts them back to there, so
 that a step that is done again is not in the log twice.
@@ -37,7 +37,8 @@ EVENTS = logging.getLogger("reinforge.events")
 METRICS = logging.getLogger("reinforge.metrics")
 # what trackers keep of the run at its end
 RECORD = ("config.json", "versions.json", "summary.json", "report.html")
-LOGS = ("metrics.jsonl", "events.jsonl", "samples.jsonl", "groups.jsonl")
+ANCHORS = "anchors.jsonl"
+LOGS = ("metrics.jsonl", "events.jsonl", "samples.jsonl", "groups.jsonl", ANCHORS)
 PACKAGES = (
     "torch",
     "transformers",
@@ -174,6 +175,10 @@ class Recorder:
         finished, ...
         """
         self._append("events.jsonl", _event(kind, fields, self.run_dir))
+
+    def anchor(self, step: int, record: Mapping[str, Any]) -> None:
+        """What the step can be found and compared by (loops/anchors.py)."""
+        self._append(ANCHORS, {"step": step, **record})
 
     def groups(self, step: int, record: Mapping[str, Any]) -> None:
         """What a training step did with its groups: a line that `watch/why.py` reads.

@@ -19,6 +19,7 @@ from reinforge.watch.doctor.doctor import Doctor
 from reinforge.watch.logs import flatten as flatten
 from reinforge.watch.logs import read_json as read_json
 from reinforge.watch.logs import read_lines as read_lines
+from reinforge.watch.past import lineage
 
 ENDINGS = ("finished", "stopped", "terminated", "failed")
 BEGINNINGS = ("started", "resumed")
@@ -109,6 +110,7 @@ def show_run(path: Path) -> dict[str, Any]:
     how = status(path, events)
     bare = uncontained(path)
     found = Doctor.of(path).troubles(ended=how != "running")
+    parents = lineage(path)
     return {
         "dir": str(path),
         "status": how,
@@ -122,6 +124,7 @@ def show_run(path: Path) -> dict[str, Any]:
             **_rewards(config),
         },
         **({"uncontained": bare} if bare else {}),
+        **({"branch_of": [f"{p['dir']} step {p['step']}" for p in parents]} if parents else {}),
         "last": last,
         "best_eval": best,
         "first_eval": first,
