@@ -72,7 +72,8 @@ def main() -> int:
     for line in differ:
         print(f"the table differs: {line}")
     if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+        lines = ",\n".join(json.dumps(_rounded(result)) for result in results)
+        arguments.out.write_text(f"[\n{lines}\n]\n")
     return 1 if differ or any(counts[bad] for bad in BAD) else 0
 
 
@@ -159,9 +160,18 @@ def _result(name: str, precision: str, *, verdict: str, said: str) -> dict[str, 
         "known": False,
         "features": {},
         "gaps": {},
+        "limits": {},
         "wrong": [],
         "differs": [],
     }
+
+
+def _rounded(result: dict[str, Any]) -> dict[str, Any]:
+    short = {
+        key: {name: float(f"{value:.2g}") for name, value in result[key].items()}
+        for key in ("gaps", "limits")
+    }
+    return {**result, **short}
 
 
 def _verdicts(results: Sequence[dict[str, Any]]) -> dict[str, str]:
@@ -181,7 +191,8 @@ def _print_table(results: Sequence[dict[str, Any]]) -> None:
         gaps = result["gaps"]
         told = result["said"] or "; ".join(result["wrong"])
         if result["verdict"] == "right":
-            logprobs = max((v for k, v in gaps.items() if "gradient" not in k), default=0.0)
+            flags = ("gradient", "greedy")
+            logprobs = max((v for k, v in gaps.items() if not k.startswith(flags)), default=0.0)
             gradients = max((v for k, v in gaps.items() if "gradient" in k), default=0.0)
             told = f"log-probs {logprobs:.1e}, gradients {gradients:.1e}"
         if result["verdict"] == "wrong":

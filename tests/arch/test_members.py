@@ -34,7 +34,6 @@ ALLOWED = {
     ("models/fused_decode.py", "head_dim"): FOREIGN,
     ("models/fused_decode.py", "weight"): FOREIGN,
     ("models/packed.py", "gradient_checkpointing"): FOREIGN,
-    ("plan/outside.py", "head_dim"): FOREIGN,
     ("rewards/build.py", "steps"): "a scorer of single steps has it, one of whole answers has not",
     ("rewards/function.py", "needs"): A_USERS,
     ("rollout/dialogue/environment.py", "kind"): A_USERS,

@@ -63,6 +63,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "llama4": ("llama4", SHORT, None),
     "deepseek_v3": ("deepseek_v3", SHORT, None),
     "gpt_oss": ("gpt_oss", SHORT, None),
+    "gemma4": ("gemma4_text", SHORT, None),  # heads of several sizes
 }
 
 

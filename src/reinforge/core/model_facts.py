@@ -15,6 +15,16 @@ FLOAT = 4  # bytes
 UNGATED = {"gpt2", "opt", "gpt_neox", "gptj", "gpt_neo", "bloom", "falcon", "phi", "codegen", "mpt"}
 
 
+def setting(config: Any, name: str) -> Any:
+    """An attribute of a transformers configuration, None where it has none. Of one that layers have
+    in several sizes (heads of Gemma 4), which transformers does not give, it is that of most.
+    """
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return vars(config).get(name)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What the memory of a model depends on, as plain numbers. Predictions of `plan` and the sizes
@@ -57,7 +67,7 @@ class ModelFacts:
                 (
                     int(value)
                     for name in names
-                    if isinstance(value := getattr(config, name, None), int) and value
+                    if isinstance(value := setting(config, name), int) and value
                 ),
                 None,
             )

@@ -19,6 +19,7 @@ from reinforge.config.engine import SERVERS
 from reinforge.config.model import ModelConfig
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
+from reinforge.core.model_facts import setting
 from reinforge.core.row import Row
 from reinforge.core.seeds import seed_of
 from reinforge.data.chat import Renderer
@@ -159,7 +160,7 @@ def check_heads(config: Config, report: PlanReport) -> None:
         return
     shape = load_config(config.model)
     heads = getattr(shape, "num_attention_heads", None)
-    size = getattr(shape, "head_dim", None) or (shape.hidden_size // heads if heads else None)
+    size = setting(shape, "head_dim") or (shape.hidden_size // heads if heads else None)
     if size is not None and size < smallest:
         report.refuse(
             "rollout.engine",

@@ -204,6 +204,15 @@ def test_the_pool_is_the_engines() -> None:
         assert (found.tokens, found.slots) == (blocks * 16, 0)
 
 
+def test_heads_of_several_sizes_are_counted_with_that_of_most() -> None:
+    """Gemma 4: transformers does not say which head_dim a whole model has, and raises."""
+    from transformers import Gemma4TextConfig
+
+    facts = ModelFacts.of(Gemma4TextConfig())
+    assert (facts.head_dim, facts.heads, facts.kv_heads, facts.layers) == (256, 8, 4, 30)
+    assert facts.state is None and facts.attending == 30
+
+
 def test_the_copies_are_the_engines() -> None:
     from reinforge.models.fp8_layers import Fp8Layers
 

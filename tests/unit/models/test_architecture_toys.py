@@ -22,6 +22,15 @@ def test_a_toy_is_what_transformers_says(name: str) -> None:
     assert differences(found) == []
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss"])
+def test_a_toy_in_bfloat16_is_as_near_as_transformers_own(name: str) -> None:
+    """State, and experts with sinks: all that is compared, LoRA and saving among it."""
+    found = try_architecture(name, make_config(name), "bfloat16")
+    assert (found.verdict, found.wrong) == ("right", []), found.said
+    assert found.gaps["LoRA begins"] == found.gaps["saved and loaded"] == 0
+    assert found.gaps["shared prompts"] <= found.limits["shared prompts"] < 0.15
+
+
 def test_layers_with_two_attentions_are_found() -> None:
     found = try_architecture("longcat_flash", make_config("longcat_flash"), "float32")
     assert found.verdict in ("right", "trains") and found.wrong == [], found.said
