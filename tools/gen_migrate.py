@@ -59,7 +59,12 @@ def reference() -> str:
         rows = [row for row in table.rows if row not in shared]
         title = "TrainingArguments" if name == "training_arguments" else table.library
         parts.append(f"## {title}\n\nRead from version {table.seen}.\n")
-        parts.append("\n".join(["| theirs | here | |", "|---|---|---|", *map(_line, rows)]) + "\n")
+        parts.append(
+            "\n".join(
+                ["| theirs | here | what differs, or why not |", "|---|---|---|", *map(_line, rows)]
+            )
+            + "\n"
+        )
     return "\n".join(parts)
 
 

@@ -88,3 +88,14 @@ def test_a_resumed_run_is_promised_to_be_exact_on_a_cpu_only() -> None:
     assert wrong == []
     text = (ROOT / "docs/concepts.md").read_text()
     assert "## What is exact" in text and "on a GPU" in text
+
+
+def test_troubleshooting_quotes_what_the_code_says() -> None:
+    """A message that was reworded is found here, before somebody looks for it in vain."""
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    quotes = re.findall(r'"([a-z][^"]+)"', text)
+    assert len(quotes) >= 12
+    # texts in the source go over several lines
+    source = " ".join(path.read_text() for path in modules().values())
+    source = re.sub(r'"\s+f?"', "", source)
+    assert [quote for quote in quotes if quote not in source] == []
