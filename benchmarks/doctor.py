@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,7 +134,7 @@ def swapped_kl(logprob: Any, reference: Any) -> Any:
 
 
 def slow(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
-    time.sleep(0.15)
+    time.sleep(0.4)
     return [float(c.strip() == a) for c, a in zip(completions, answer, strict=True)]
 
 
@@ -143,6 +144,29 @@ LEAK: list[bytearray] = []
 def leaky(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
     LEAK.append(bytearray(os.urandom(1 << 20) * 3))
     return [float(c.strip() == a) for c, a in zip(completions, answer, strict=True)]
+
+
+class SecondChance:
+    """A sum, and once more if the answer was wrong: an environment of two turns."""
+
+    pure = True
+
+    async def reset(self, row: Any, seed: int) -> Any:
+        from reinforge.core.env import Observation
+
+        self.row = row
+        return Observation([{"role": "user", "content": row.prompt}])
+
+    async def step(self, action: Any) -> Any:
+        from reinforge.core.env import Observation, Step
+
+        right = action.text.strip() == self.row.columns["answer"]
+        if right or action.last:
+            return Step(None, float(right), done=True)
+        return Step(Observation([{"role": "user", "content": self.row.prompt}]))
+
+    async def close(self) -> None:
+        pass
 
 
 # ---- cases ----
@@ -167,10 +191,9 @@ class Case:
     @property
     def first(self) -> bool:
         """Whether it is the run that stands for its kind in the tests."""
-        alike = [c for c in cases() if c.rule == self.rule]
         if self.rule == HEALTHY:
             return self.seed == 0
-        return alike[0].name == self.name
+        return next(c.name for c in cases() if c.rule == self.rule) == self.name
 
     @property
     def folder(self) -> str:
@@ -214,6 +237,8 @@ def base(case: Case, model: Path, folder: Path) -> dict[str, Any]:
         *path, last = key.split(".")
         for part in path:
             at = at.setdefault(part, {})
+        if key == "critic.path":
+            value = str(model.parent / value)
         if value is None:
             at.pop(last, None)
         else:
@@ -349,13 +374,13 @@ def cases() -> list[Case]:
         *(
             Case(
                 "entropy_collapse",
-                f"{name}-{rate:g}-{seed}",
-                f"train.learning_rate={rate:g}, group_size 2",
+                f"{name}-{seed}",
+                "rollout.temperature=0.02",
                 name,
-                {lr: rate, "algorithm.group_size": 2, "train.prompts_per_step": 8},
+                {"rollout.temperature": 0.02, "train.prompts_per_step": 8},
                 seed=seed,
             )
-            for name, rate, seed in (("grpo", 5e-3, 0), ("grpo", 1e-2, 1), ("rloo", 5e-3, 0))
+            for name, seed in (("grpo", 0), ("grpo", 1), ("rloo", 0))
         ),
         *(
             Case(
@@ -371,36 +396,43 @@ def cases() -> list[Case]:
         *(
             Case(
                 "kl_runaway",
-                f"{name}-{rate:g}",
-                f"algorithm.kl.coefficient=1e-5, train.learning_rate={rate:g}",
+                f"{name}-{seed}",
+                "another task (no held-out rows), algorithm.kl.coefficient=1e-5,"
+                " train.learning_rate=1e-3",
                 name,
-                {"algorithm.kl.coefficient": 1e-5, lr: rate},
+                {"algorithm.kl.coefficient": 1e-5, lr: 1e-3, "data.eval": None},
+                rows=forgetful_rows,
+                seed=seed,
             )
-            for name, rate in (("grpo", 2e-3), ("grpo", 3e-3), ("rloo", 2e-3))
+            for name, seed in (("grpo", 0), ("grpo", 1), ("rloo", 0))
         ),
         *(
             Case(
                 "clip_share",
-                name,
-                f"algorithm.clip={clip}, algorithm.epochs={epochs}",
+                f"{name}-{seed}",
+                "algorithm.clip.low and high=0.0005, algorithm.epochs=16, train.learning_rate=1e-3",
                 name,
                 {
-                    "algorithm.clip.low": clip,
-                    "algorithm.clip.high": clip,
-                    "algorithm.epochs": epochs,
+                    "algorithm.clip.low": 0.0005,
+                    "algorithm.clip.high": 0.0005,
+                    "algorithm.epochs": 16,
+                    lr: 1e-3,
+                    "train.steps": 15,
                 },
+                seed=seed,
             )
-            for name, clip, epochs in (("grpo", 0.001, 4), ("ppo", 0.001, 4), ("dapo", 0.003, 8))
+            for name, seed in (("grpo", 0), ("grpo", 1), ("dr_grpo", 0))
         ),
         *(
             Case(
                 "critic",
-                f"{rate:g}",
-                f"critic.learning_rate={rate:g}",
+                f"{rate:g}-{seed}",
+                f"critic.path: a classifier of something else, critic.learning_rate={rate:g}",
                 "ppo",
-                {"critic.learning_rate": rate},
+                {"critic.learning_rate": rate, "critic.warmup": 0, "critic.path": "classifier"},
+                seed=seed,
             )
-            for rate in (0.1, 0.3, 1.0)
+            for rate, seed in ((1e-6, 0), (1e-6, 1), (1e-5, 0))
         ),
         Case(
             "repeated_data",
@@ -412,9 +444,9 @@ def cases() -> list[Case]:
         Case(
             "repeated_data",
             "dpo",
-            "8 rows",
+            "8 rows, train.learning_rate=1e-3",
             "dpo",
-            {"data.options.size": 8, "train.prompts_per_step": 8},
+            {"data.options.size": 8, "train.prompts_per_step": 8, lr: 1e-3},
         ),
         Case(
             "repeated_data",
@@ -445,9 +477,9 @@ def cases() -> list[Case]:
         Case(
             "slow_phase",
             "grpo",
-            "a reward that takes 0.15 s per prompt",
+            "a reward that takes 0.4 s per prompt",
             rewards=slow,
-            settings={"train.steps": 30, "train.prompts_per_step": 4},
+            settings={"train.steps": 12, "train.prompts_per_step": 4},
         ),
         Case(
             "slow_phase",
@@ -455,17 +487,17 @@ def cases() -> list[Case]:
             "the same",
             "rloo",
             rewards=slow,
-            settings={"train.steps": 30, "train.prompts_per_step": 4},
+            settings={"train.steps": 12, "train.prompts_per_step": 4},
         ),
         Case(
             "slow_phase",
             "eval",
-            "eval.every=1, eval.samples=8",
+            "eval.every=1, eval.samples=16",
             settings={
                 "eval.every": 1,
                 "eval.samples": 16,
                 "eval.temperature": 1.0,
-                "train.steps": 30,
+                "train.steps": 12,
                 "train.prompts_per_step": 4,
             },
         ),
@@ -485,15 +517,33 @@ def cases() -> list[Case]:
         for name in ("sft", "dpo", "grpo", "ppo", "rloo"):
             found.append(Case(HEALTHY, f"{name}-{seed}", "", name, seed=seed))
         if seed == 0:
+            held = {"algorithm.kl.coefficient": 0.05}
+            found.append(Case(HEALTHY, "kl", "", "grpo", held))
             found.append(Case(HEALTHY, "experts", "", "sft", model="experts"))
+        turns = {"env": {"name": "python:SecondChance", "max_turns": 2}, "rewards": None}
+        played = {"python:SecondChance": SecondChance}
+        found.append(
+            Case(
+                HEALTHY,
+                f"turns-{seed}",
+                "",
+                settings=turns,
+                parts=played,
+                model="tiny-turns",
+                seed=seed,
+            )
+        )
         found.append(
             Case(HEALTHY, f"async-{seed}", "", settings={"rollout.staleness": 1}, seed=seed)
         )
-    # one of each healthy kind first: what goes wrong there goes wrong everywhere
-    return sorted(
-        found,
-        key=lambda c: (c.rule == HEALTHY and c.seed > 0, c.rule != HEALTHY, c.rule in QUICK),
-    )
+    # one of each kind first: what goes wrong there goes wrong everywhere
+    turns: Counter[str] = Counter()
+    order = {}
+    for case in found:
+        kind = case.name.partition("-")[0] if case.rule == HEALTHY else case.rule
+        order[case.folder] = turns[kind]
+        turns[kind] += 1
+    return sorted(found, key=lambda case: order[case.folder])
 
 
 # ---- running and judging ----
@@ -536,6 +586,32 @@ def make_experts(path: Path, *, dead: bool) -> None:
     tokenizer.save_pretrained(path)
 
 
+def make_classifier(path: Path, tiny: Path) -> None:
+    """The tiny model with a head that scores something else."""
+    import torch
+    from transformers import AutoTokenizer, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification.from_pretrained(tiny, num_labels=1)
+    with torch.no_grad():
+        model.score.weight.normal_(std=0.3)
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(path)
+
+
+def make_turns(path: Path, tiny: Path) -> None:
+    """The tiny model with a chat template that adds nothing but the ends of answers."""
+    from transformers import AutoTokenizer
+
+    shutil.copytree(tiny, path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
+        "{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(path)
+
+
 def make_models(folder: Path) -> None:
     from reinforge.offline.starter_model import make_taught_model
 
@@ -544,6 +620,10 @@ def make_models(folder: Path) -> None:
     for name in ("experts", "experts-dead"):
         if not (folder / name).exists():
             make_experts(folder / name, dead=name.endswith("dead"))
+    if not (folder / "tiny-turns").exists():
+        make_turns(folder / "tiny-turns", folder / "tiny")
+    if not (folder / "classifier").exists():
+        make_classifier(folder / "classifier", folder / "tiny")
 
 
 def run_case(case: Case, model: Path, folder: Path) -> None:
@@ -572,6 +652,8 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     sick = [r for r in results if r["rule"] != HEALTHY]
     healthy = [r for r in results if r["rule"] == HEALTHY]
     right = sum(r["right"] for r in sick)
+    place = {rule: i for i, rule in enumerate(dict.fromkeys(r["rule"] for r in sick))}
+    sick.sort(key=lambda r: place[r["rule"]])
     lines = [
         f"{right} of {len(sick)} runs with an illness have it as the first cause;"
         f" {sum(r['right'] for r in healthy)} of {len(healthy)} healthy runs have no warning.",
@@ -610,12 +692,27 @@ def finished(folder: Path) -> bool:
     return path.exists() and json.loads(path.read_text())["status"] in ("finished", "stopped")
 
 
+def alarms_while_going(folder: Path) -> list[str]:
+    """What would have been warned of at some step of the run."""
+    from reinforge.watch.doctor.doctor import Doctor
+    from reinforge.watch.logs import flatten, read_json, read_lines
+
+    doctor = Doctor(flatten(read_json(folder / "config.json")))
+    told = set()
+    for line in read_lines(folder / "metrics.jsonl"):
+        doctor.observe(line["step"], line)
+        told |= {t.kind for t in doctor.troubles() if t.action != "note"}
+    return sorted(told)
+
+
 def judged(case: Case, folder: Path) -> dict[str, Any]:
     from reinforge.watch.doctor.page import diagnose
 
     found = diagnose(folder)
     first = found["first"]
     alarm = first is not None and first["action"] != "note"
+    if case.rule == HEALTHY and not alarm:
+        alarm = alarms_while_going(folder)
     right = not alarm if case.rule == HEALTHY else first is not None and first["kind"] == case.rule
     return {
         "rule": case.rule,
@@ -624,6 +721,7 @@ def judged(case: Case, folder: Path) -> dict[str, Any]:
         "changed": case.changed,
         "steps": found["step"],
         "first": None if first is None else first["kind"],
+        **({"alarms": alarm} if isinstance(alarm, list) and alarm else {}),
         "what": None if first is None else first["what"],
         "knob": None if first is None else first.get("knob"),
         "others": [other["kind"] for other in found["others"]],

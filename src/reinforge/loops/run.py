@@ -481,14 +481,16 @@ class Run:
 
     def _show_troubles(self, found: Sequence[Trouble]) -> None:
         """Causes only: what follows from them goes with them."""
-        self.view.troubles([t for t in found if t.action != "note" and t.because is None])
+        self.view.troubles([trouble for trouble in found if trouble.is_cause])
 
     async def _obey_doctor(self) -> None:
-        """Ends the run at this boundary, if the doctor found what it is to be ended for."""
+        """Ends the run at this boundary, if the doctor found what it is to be ended for and there
+        is something left to do.
+        """
         trouble = self._halted
-        if trouble is None:
-            return
         self._halted = None
+        if trouble is None or not self.going():
+            return
         why = f"{BY_DOCTOR} {trouble.kind} at step {self.step}"
         if trouble.action == "stop":
             self.stopped = why

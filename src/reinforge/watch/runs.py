@@ -117,7 +117,7 @@ def show_run(path: Path) -> dict[str, Any]:
         "why": why_ended(events) if how in ENDINGS else None,
         "step": step,
         "steps": total_steps(events, config),
-        "troubles": [str(trouble) for trouble in found if trouble.action != "note"],
+        "troubles": [str(trouble) for trouble in found if trouble.is_cause],
         "notes": [str(trouble) for trouble in found if trouble.action == "note"],
         "config": {
             **{k: config[k] for k in SUMMARY_KEYS if config.get(k) is not None},

@@ -181,6 +181,25 @@ def test_it_reaches_the_gradient_however_layers_run(how: str) -> None:
     assert relative(gradient(True, 0.5), plain) < 1e-5 < 1e-3 < relative(without, plain)
 
 
+def test_experts_that_the_router_forgot_are_counted_whether_its_load_is_balanced_or_not() -> None:
+    """Two rows of a router that point against each other and are long take every token between
+    them: the other two of four experts are dead, in one of two layers.
+    """
+    samples = make_samples([14, 9, 20])
+    for coefficient in (0.0, 0.5):
+        backend = backend_of(experts("mixtral"), router_aux_loss=coefficient)
+        assert one_pass(backend, samples, 1)["experts/dead"] == 0
+        module = experts("mixtral")
+        gates = [p for name, p in module.named_parameters() if name.endswith("gate.weight")]
+        assert len(gates) == 2
+        with torch.no_grad():
+            gates[1][0] *= 1000
+            gates[1][1] = -gates[1][0]
+        metrics = one_pass(backend_of(module, router_aux_loss=coefficient), samples, 1)
+        assert metrics["experts/dead"] == pytest.approx(0.25)
+        assert ("train/router_aux_loss" in metrics) == bool(coefficient)
+
+
 def test_an_evaluation_is_the_loss_alone() -> None:
     samples = make_samples([14, 9])
     backend = backend_of(experts("mixtral"))

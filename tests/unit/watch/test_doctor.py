@@ -17,6 +17,7 @@ from helpers.tiny_runs import DATA, EVAL, launch, lines, odd
 from helpers.toys import SilentView
 from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
+from reinforge.cli.main import main
 from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
 from reinforge.watch.doctor.doctor import Doctor
@@ -310,3 +311,39 @@ def test_what_is_off_is_not_looked_for_and_a_note_is_not_shown(make: Callable[..
         assert [e["trouble"] for e in events if e["kind"] == "trouble"] == logged
         assert view.found == [] and show_run(Path(cfg.run.dir))["troubles"] == []
         assert ("note: Every answer in 5 steps" in view.messages[-1]) == bool(logged)
+
+
+def test_the_page_says_what_it_is_how_one_sees_it_and_what_to_turn(
+    make: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run whose answers are all cut off and get nothing: that, and not the constant reward."""
+
+    def nothing(completions: list[str]) -> list[float]:
+        return [0.0] * len(completions)
+
+    cfg = make("run", "grpo", "train.steps=8", "rollout.max_new_tokens=1")
+    launch(cfg, nothing)
+    capsys.readouterr()
+    assert main(["runs", "diagnose", cfg.run.dir]) == 0
+    page = capsys.readouterr().out
+    assert "First cause: truncation, since step" in page
+    assert "try       rollout.max_new_tokens=2 (it is 1)" in page
+    assert "docs/doctor.md#truncation" in page and "samples   step 1, " in page
+    assert "Also: constant_reward, since step 1 (follows from truncation)" in page
+    assert "Is it learning? No." in page and "a gradient in 0 of 8 steps" in page
+    assert main(["runs", "diagnose", cfg.run.dir, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["first"]["knob"] == {"key": "rollout.max_new_tokens", "value": 2}
+    assert [other["because"] for other in told["others"]] == ["truncation"]
+    assert all(sample["uid"] for sample in told["first"]["samples"])
+
+
+def test_a_run_that_is_fine_has_nothing_against_it(
+    make: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = make("run", "sft", "train.steps=12", "train.learning_rate=1e-2")
+    launch(cfg)
+    capsys.readouterr()
+    assert main(["runs", "diagnose", cfg.run.dir]) == 0
+    page = capsys.readouterr().out
+    assert "Nothing speaks against this run." in page and "Is it learning? Yes." in page

@@ -19,7 +19,7 @@ from reinforge.watch.doctor.table import RULES
 from reinforge.watch.doctor.trouble import Trouble
 from reinforge.watch.logs import flatten, read_json, read_lines
 
-ALWAYS = 500  # steps up to which the doctor looks every time; later every so many
+ALWAYS = 50  # steps up to which the doctor looks every time; later less often, the longer the run
 FALLS = {"collapse"}  # rules whose evaluations have enough rows of their own
 
 

@@ -87,9 +87,18 @@ class Window:
     def mean(self) -> float:
         return math.fsum(self.values) / len(self.values)
 
+    @property
+    def median(self) -> float:
+        return sorted(self.values)[len(self.values) // 2]
+
     def __str__(self) -> str:
         """As evidence: `reward/mean 0.25 (steps 1 to 10)`."""
         return f"{self.name} {self.mean:.3g} ({span(self.steps[0], self.steps[-1])})"
+
+
+def change(early: Window, late: Window) -> str:
+    """As evidence: `reward/mean 0.25 (steps 1 to 10) -> 0.5 (steps 31 to 40)`."""
+    return f"{early} -> {str(late).removeprefix(late.name).strip()}"
 
 
 def span(first: int, last: int) -> str:
@@ -140,6 +149,9 @@ class RunHistory:
     faults: bool = False  # whether anything beside training went wrong
     taught: bool = False  # whether a teacher says what to learn, with rewards or without
     trackers: dict[str, str] = field(default_factory=dict)  # those that failed, and what they said
+    # what was read since the last step: rules ask for the same metrics
+    _windows: dict[str, Window | None] = field(default_factory=dict)
+    _trends: dict[str, float] = field(default_factory=dict)
 
     # ---- filling ----
 
@@ -151,6 +163,8 @@ class RunHistory:
                 self.scores.setdefault(name, []).append(EvalScore(step, value, low, high))
         if "train/skipped" not in metrics:
             return
+        self._windows.clear()
+        self._trends.clear()
         before = len(self.steps)
         self.steps.append(step)
         for name, value in metrics.items():
@@ -186,6 +200,11 @@ class RunHistory:
 
     def window(self, name: str) -> Window | None:
         """All finite values of a metric."""
+        if name not in self._windows:
+            self._windows[name] = self._read(name)
+        return self._windows[name]
+
+    def _read(self, name: str) -> Window | None:
         known = [(s, v) for s, v in zip(self.steps, self.column(name), strict=True) if v == v]
         if not known:
             return None
@@ -221,8 +240,14 @@ class RunHistory:
         both = self.ends(name)
         if whole is None or both is None:
             return 0.0
-        clear = trend(whole)
+        clear = self.clearness(whole)
         return clear if (both[1].mean - both[0].mean) * clear > 0 else 0.0
+
+    def clearness(self, whole: Window) -> float:
+        """`trend` of all values of a metric."""
+        if whole.name not in self._trends:
+            self._trends[whole.name] = trend(whole)
+        return self._trends[whole.name]
 
     def rises(self, name: str = "reward/mean") -> bool:
         """Whether a metric ended clearly above its start."""
@@ -239,6 +264,18 @@ class RunHistory:
         if last.low is not None and first.high is not None:
             return last.low > first.value and last.value > first.high
         return last.value > first.value
+
+    def worsens(self) -> bool:
+        """Whether the last evaluation is clearly below the first: by their intervals, or, where
+        there are none, by half.
+        """
+        scores = self.evaluations()
+        if len(scores) < 2:
+            return False
+        first, last = scores[0], scores[-1]
+        if last.high is None or first.low is None:
+            return last.value < first.value / 2
+        return last.high < first.low
 
     def setting(self, key: str, otherwise: Any = None) -> Any:
         """Of the configuration; `otherwise` where it does not say."""

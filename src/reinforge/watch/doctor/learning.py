@@ -4,9 +4,10 @@ loss of a policy gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reinforge.watch.doctor.history import CLEARLY, SCORED, RunHistory, Window
+from reinforge.watch.doctor.history import CLEARLY, SCORED, RunHistory, Window, change
 
 NEAR_ZERO = 0.01
 # what rises, or falls, where something is learned: the first that a run has decides
@@ -37,24 +38,29 @@ def is_learning(history: RunHistory) -> LearningVerdict:
             f"{name} {scores[0].value:.3g} (step {scores[0].step}) -> {scores[-1].value:.3g} (step"
             f" {scores[-1].step})"
         )
-        votes.append(1 if history.improves() else 0)
+        votes.append(1 if history.improves() else -1 if history.worsens() else 0)
     for name, sign in SIGNS:
         if (both := history.ends(name)) is not None:
             far = sign * history.trend(name)
             votes.append(1 if far > CLEARLY else -1 if far < -CLEARLY else 0)
-            reasons.append(f"{both[0]} -> {both[1]}{_word(votes[-1])}")
+            reasons.append(f"{change(*both)}{_word(votes[-1])}")
             break
     norms = history.window("train/grad_norm")
     if norms is not None:
         moved = sum(value > 0 for value in norms.values)
         reasons.append(f"a gradient in {moved} of {len(history)} steps (norm {norms.mean:.3g})")
     reasons += _about_loss(history)
+    return LearningVerdict(_answer(votes, norms), tuple(reasons))
+
+
+def _answer(votes: Sequence[int], norms: Window | None) -> str:
+    if norms is not None and not any(norms.values):
+        return "no"
     if not votes:
-        return LearningVerdict("too early to say", tuple(reasons))
-    answer = "yes" if max(votes) > 0 and min(votes) >= 0 else "no" if min(votes) < 0 else "not yet"
-    if answer == "not yet" and norms is not None and not any(norms.values):
-        answer = "no"
-    return LearningVerdict(answer, tuple(reasons))
+        return "too early to say"
+    if min(votes) < 0:
+        return "no"
+    return "yes" if max(votes) > 0 else "not yet"
 
 
 def _word(vote: int) -> str:
@@ -64,8 +70,11 @@ def _word(vote: int) -> str:
 def _about_loss(history: RunHistory) -> list[str]:
     """Of a loss near 0 that is no sign of anything."""
     loss: Window | None = history.window("train/loss")
+    norms = history.window("train/grad_norm")
     if loss is None or history.window(SCORED) is None or abs(loss.mean) > NEAR_ZERO:
         return []
+    if norms is None or not any(norms.values):
+        return [f"train/loss {loss.mean:.2g}, and no gradient"]
     return [
         f"train/loss {loss.mean:.2g} says nothing: advantages sum to 0 and the ratio is 1, so the"
         " loss of a policy gradient is about 0 while its gradient is not"

@@ -42,6 +42,7 @@ class DoctorRule:
 POLICY_MOVED = frozenset(
     {"entropy_explosion", "entropy_collapse", "kl_runaway", "clip_share", "length_drift"}
 )
+POLICY_SETTLED = POLICY_MOVED - {"entropy_explosion"}
 NOT_LEARNED = frozenset({"no_gradient", "learning_rate_low", "collapse", "repeated_data"})
 
 RULES: tuple[DoctorRule, ...] = (
@@ -59,7 +60,7 @@ RULES: tuple[DoctorRule, ...] = (
     ),
     DoctorRule(
         rollouts.stale,
-        SHARE,
+        TREND,
         POLICY_MOVED | NOT_LEARNED | {"mismatch", "kl_negative", "learning_rate_high"},
     ),
     DoctorRule(
@@ -79,9 +80,9 @@ RULES: tuple[DoctorRule, ...] = (
         TREND,
         NOT_LEARNED | {"learning_rate_high", "kl_runaway", "clip_share", "length_drift"},
     ),
-    DoctorRule(rates.learning_rate_high, TREND, POLICY_MOVED | NOT_LEARNED),
-    DoctorRule(hacking.overoptimised, TREND, NOT_LEARNED | POLICY_MOVED | {"reward_hacking"}),
-    DoctorRule(hacking.reward_hacking, TREND, NOT_LEARNED | POLICY_MOVED),
+    DoctorRule(rates.learning_rate_high, TREND, POLICY_SETTLED | NOT_LEARNED),
+    DoctorRule(hacking.overoptimised, TREND, NOT_LEARNED | POLICY_SETTLED | {"reward_hacking"}),
+    DoctorRule(hacking.reward_hacking, TREND, NOT_LEARNED | POLICY_SETTLED),
     DoctorRule(policy.clip_share, SHARE, frozenset({"learning_rate_low", "kl_runaway"})),
     DoctorRule(
         policy.kl_runaway, TREND, frozenset({"collapse", "length_drift", "entropy_collapse"})

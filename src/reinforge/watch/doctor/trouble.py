@@ -47,6 +47,11 @@ class Trouble:
         return f"{self.what} {self.fix}" + ("" if self.knob is None else f" Try {self.knob}.")
 
     @property
+    def is_cause(self) -> bool:
+        """Whether people are warned of it: no note, and nothing else explains it."""
+        return self.action != "note" and self.because is None
+
+    @property
     def link(self) -> str:
         """Where it is explained."""
         return f"{PAGE}#{self.kind}"

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from reinforge.watch.doctor.history import RunHistory
+from reinforge.watch.doctor.history import RunHistory, change
 from reinforge.watch.doctor.trouble import Knob, Trouble
 
 WORSE_THAN_A_CONSTANT = -0.3  # explained variance; 0 is that of a constant
 
 
 def critic(history: RunHistory) -> Trouble | None:
-    explained = history.late("critic/explained_variance")
-    if explained is None or explained.mean > WORSE_THAN_A_CONSTANT:
+    both = history.ends("critic/explained_variance")
+    if both is None or both[1].mean > WORSE_THAN_A_CONSTANT:
         return None
-    rate = history.setting("critic.learning_rate")
+    early, explained = both
+    rate = history.setting("critic.learning_rate", history.setting("train.learning_rate"))
+    warmup = history.setting("critic.warmup", 0)
+    began = early.mean < WORSE_THAN_A_CONSTANT
     return Trouble(
         "critic",
         f"The critic is worse than a constant (explained variance {explained.mean:.2f}): its"
         " advantages add noise.",
-        "Lower critic.learning_rate, and let the critic learn alone first (critic.warmup).",
-        since=explained.steps[0],
-        knob=None if rate is None else Knob("critic.learning_rate", rate / 10, rate),
+        "It began so: let it learn alone first (critic.warmup), faster, or start it from the policy"
+        " (critic.path)."
+        if began
+        else "It learned that: lower critic.learning_rate.",
+        since=(early if began else explained).steps[0],
+        knob=(
+            Knob("critic.warmup", max(20, 2 * warmup), warmup)
+            if began
+            else None
+            if rate is None
+            else Knob("critic.learning_rate", rate / 10, rate)
+        ),
         evidence=tuple(
-            f"{both[0]} -> {both[1]}"
+            change(*both)
             for name in ("critic/explained_variance", "critic/loss")
             if (both := history.ends(name)) is not None
         ),

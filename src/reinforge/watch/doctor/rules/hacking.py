@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from reinforge.watch.doctor.history import EvalScore, RunHistory
+from reinforge.watch.doctor.history import EvalScore, RunHistory, change
+from reinforge.watch.doctor.rules.policy import PAID_LENGTH
 from reinforge.watch.doctor.trouble import Knob, Trouble
 
 DOMINATES = 0.5  # share of all answers that one text has
 NEW = 0.2  # by how much that share has risen
-PAID_LENGTH = 0.5  # correlation of reward and length between answers to one prompt
 LONGER = 1.3
 
 
@@ -36,7 +36,7 @@ def _one_answer(history: RunHistory) -> Trouble | None:
         "Read the samples, and make the reward read the answer; hold rows out (data.eval) whose"
         " reward cannot be had that way.",
         since=late.steps[0],
-        evidence=(f"{early} -> {late}", f"{rewards[0]} -> {rewards[1]}"),
+        evidence=(change(early, late), change(*rewards)),
     )
 
 
@@ -58,7 +58,7 @@ def _length(history: RunHistory) -> Trouble | None:
         " the longest answers.",
         since=late.steps[0],
         knob=Knob("algorithm.overlong_buffer", max(1, round(late.mean / 2))),
-        evidence=(str(paid), f"{early} -> {late}", f"{rewards[0]} -> {rewards[1]}"),
+        evidence=(str(paid), change(early, late), change(*rewards)),
     )
 
 
@@ -85,7 +85,7 @@ def overoptimised(history: RunHistory) -> Trouble | None:
             if rate is None
             else Knob("train.learning_rate", rate / 3, rate)
         ),
-        evidence=(f"{both[0]} -> {both[1]}", f"eval/accuracy {best.value:.3g} -> {last.value:.3g}"),
+        evidence=(change(*both), f"eval/accuracy {best.value:.3g} -> {last.value:.3g}"),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reinforge.watch.doctor.history import RunHistory
+from reinforge.watch.doctor.history import RunHistory, change
 from reinforge.watch.doctor.trouble import Knob, Trouble
 
 MANY_CUT = 0.3  # share of answers that the limit cuts off
@@ -68,8 +68,8 @@ def length_drift(history: RunHistory) -> Trouble | None:
         since=late.steps[0],
         knob=Knob("algorithm.reduce", "fixed_length", history.setting("algorithm.reduce")),
         evidence=(
-            f"{early} -> {late}",
-            f"{rewards[0]} -> {rewards[1]}",
+            change(early, late),
+            change(*rewards),
             *(() if paid is None else (str(paid),)),
         ),
     )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from reinforge.watch.doctor.history import RunHistory
+from reinforge.watch.doctor.history import RunHistory, change
 from reinforge.watch.doctor.trouble import Knob, Trouble
 
 GONE = 0.2  # share of the entropy of the start that is left
-DETERMINISTIC = 0.02  # nats: so little from the start on leaves nothing to compare
+DETERMINISTIC = 0.1  # nats: so little leaves nothing to compare. Rows without signal are not in it
 TIED = 0.6  # share of groups whose rewards are all equal
 NEARLY_ALL = 0.8  # of the reward there is to get
 ROSE = 1.4
-FAR = 1.0  # nats per token from the reference
+FAR = 0.3  # nats per token from the reference
 ABOVE_TARGET = 3.0  # times algorithm.kl.target
 BELOW_ZERO = 1e-3  # nats; rounding is far less
 MOST_CLIPPED = 0.4
+PAID_LENGTH = 0.5  # correlation of reward and length from which on length is what is paid for
 
 
 def entropy_collapse(history: RunHistory) -> Trouble | None:
@@ -27,8 +28,13 @@ def entropy_collapse(history: RunHistory) -> Trouble | None:
         return None
     early, late = entropy
     warm = history.setting("rollout.temperature", 1.0)
-    if early.mean < DETERMINISTIC:
-        what = f"The policy answers nearly without chance from the start: entropy {early.mean:.2g}"
+    whole = history.window("policy/entropy")
+    assert whole is not None
+    if whole.median < DETERMINISTIC and warm < 1:
+        what = (
+            f"The policy answers nearly without chance (rollout.temperature {warm:g}): half of the"
+            f" steps have an entropy below {whole.median:.2g}"
+        )
         knob = Knob("rollout.temperature", 1.0, warm)
     elif late.mean < GONE * early.mean:
         what = f"Entropy collapsed from {early.mean:.3g} to {late.mean:.3g} nats per token"
@@ -44,7 +50,7 @@ def entropy_collapse(history: RunHistory) -> Trouble | None:
         " larger algorithm.clip.high, a lower train.learning_rate.",
         since=late.steps[0],
         knob=knob,
-        evidence=(f"{early} -> {late}", str(ties), str(reward)),
+        evidence=(change(early, late), str(ties), str(reward)),
     )
 
 
@@ -58,6 +64,9 @@ def entropy_explosion(history: RunHistory) -> Trouble | None:
         return None
     bonus = history.setting("algorithm.entropy", 0.0)
     rate = history.setting("train.learning_rate")
+    paid = history.window("response/length_correlation")
+    if not bonus and paid is not None and abs(paid.mean) > PAID_LENGTH:
+        return None  # answers grow or shrink, and that is told
     return Trouble(
         "entropy_explosion",
         f"Entropy rose from {early.mean:.3g} to {late.mean:.3g} nats per token, and the reward"
@@ -73,7 +82,7 @@ def entropy_explosion(history: RunHistory) -> Trouble | None:
             if rate is None
             else Knob("train.learning_rate", rate / 3, rate)
         ),
-        evidence=(f"{early} -> {late}", f"{rewards[0]} -> {rewards[1]}"),
+        evidence=(change(early, late), change(*rewards)),
     )
 
 
@@ -105,7 +114,7 @@ def kl_runaway(history: RunHistory) -> Trouble | None:
     early, late = both
     target = history.setting("algorithm.kl.target")
     limit = FAR if target is None else ABOVE_TARGET * target
-    if late.mean < limit or late.mean < 2 * early.mean:
+    if late.mean < max(limit, early.mean):
         return None
     weight = history.setting("algorithm.kl.coefficient", 0.0)
     return Trouble(
@@ -118,7 +127,7 @@ def kl_runaway(history: RunHistory) -> Trouble | None:
             (s for s, v in zip(late.steps, late.values, strict=True) if v > limit), late.steps[0]
         ),
         knob=Knob("algorithm.kl.coefficient", max(10 * weight, 0.01), weight),
-        evidence=(f"{early} -> {late}",),
+        evidence=(change(early, late),),
     )
 
 

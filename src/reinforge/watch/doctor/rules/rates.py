@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 
-from reinforge.watch.doctor.history import CLEARLY, SCORED, EvalScore, RunHistory, Window, trend
+from reinforge.watch.doctor.history import CLEARLY, SCORED, RunHistory, Window, change
 from reinforge.watch.doctor.trouble import Knob, Trouble
 
 WORSE = 1.1  # times the loss of the start
 MUCH_WORSE = 2.0
 STILL = 2.0  # standard errors of chance within which nothing moved
 FEW = 5  # steps whose mean loss is compared with that of the first
-LONG = 30  # steps before nothing that moves says something
-LITTLE = 0.02  # relative change of a loss that is no change
-MOVING = ("reward/mean", "policy/entropy", "response/length", "rewards/margin", "rewards/accuracy")
+LONG = 50  # steps before nothing that moves says something
+HARDLY = 1e-3  # relative change of a loss that is none
+MOVING = ("reward/mean", "policy/entropy", "response/length")
 
 
 def learning_rate_high(history: RunHistory) -> Trouble | None:
@@ -32,17 +31,29 @@ def learning_rate_high(history: RunHistory) -> Trouble | None:
         f"The model is worse than at the start: {late.name} went from {early.mean:.3g} to"
         f" {late.mean:.3g}. Steps are too large (train.learning_rate {rate:.3g}).",
         "Lower train.learning_rate, or begin with train.schedule.warmup.",
-        since=late.steps[0],
+        since=_since(history, early, late),
         knob=Knob("train.learning_rate", rate / 10, rate),
         evidence=(
-            f"{early} -> {late}",
+            change(early, late),
             *(
-                f"{both[0]} -> {both[1]}"
+                change(*both)
                 for name in ("policy/entropy", "train/grad_norm")
                 if (both := history.ends(name)) is not None
             ),
         ),
     )
+
+
+def _since(history: RunHistory, early: Window, late: Window) -> int:
+    """The first step that is nearer to how it ended than to how it began."""
+    whole = history.window(late.name)
+    assert whole is not None
+    nearer = (
+        step
+        for step, value in zip(whole.steps, whole.values, strict=True)
+        if abs(value - late.mean) < abs(value - early.mean)
+    )
+    return next(nearer, late.steps[0])
 
 
 def _worse(history: RunHistory) -> tuple[Window, Window] | None:
@@ -65,22 +76,15 @@ def _lost_reward(history: RunHistory) -> tuple[Window, Window] | None:
         return both
     start = Window(whole.name, whole.steps[:1], whole.values[:1])
     late = both[1]
+    norms = history.window("train/grad_norm")
+    if norms is None or not any(norms.values[:FEW]):
+        return None  # nothing has moved
     groups = history.window("groups/trained")
     error = spread.values[0] / math.sqrt(max(1.0, groups.values[0] if groups else 1.0))
     if start.mean - late.mean > CLEARLY * error:
         return start, late
-    fell = below_start(history.evaluations())
-    return (start, late) if fell and late.mean < start.mean - error else None
-
-
-def below_start(scores: Sequence[EvalScore]) -> bool:
-    """Whether the last evaluation is clearly below the first."""
-    if len(scores) < 2:
-        return False
-    first, last = scores[0], scores[-1]
-    if last.high is None or first.low is None:
-        return last.value < first.value / 2
-    return last.high < first.low
+    lost = history.worsens() and late.mean < start.mean - error
+    return (start, late) if lost else None
 
 
 def _rising_loss(history: RunHistory) -> tuple[Window, Window] | None:
@@ -111,6 +115,20 @@ def _rising_loss(history: RunHistory) -> tuple[Window, Window] | None:
     )
 
 
+def _moves(history: RunHistory, window: Window) -> bool:
+    """Whether a metric moved by more than chance. A loss has to move by a thousandth: pairs have
+    no noise at first, and any rate moves them.
+    """
+    both = history.ends(window.name)
+    if both is None:
+        return False
+    if window.name == "train/loss":
+        moved = abs(both[1].mean - both[0].mean)
+        if moved < HARDLY * abs(both[0].mean):
+            return False
+    return abs(history.clearness(window)) > STILL
+
+
 def learning_rate_low(history: RunHistory) -> Trouble | None:
     """Gradients are there, and after many steps no metric differs from its start by more than
     chance.
@@ -121,14 +139,9 @@ def learning_rate_low(history: RunHistory) -> Trouble | None:
         return None
     if sum(value > 0 for value in norms.values) * 2 < len(history):
         return None
-    scored = history.window(SCORED) is not None
-    names = [*MOVING, *([] if scored else ["train/loss"])]
+    names = MOVING if history.window(SCORED) is not None else ("train/loss",)
     moving = [window for name in names if (window := history.window(name)) is not None]
-    if not scored:
-        losses = history.ends("train/loss")
-        if losses is None or abs(losses[1].mean - losses[0].mean) > LITTLE * abs(losses[0].mean):
-            return None
-    if any(abs(trend(window)) > STILL for window in moving) or not moving:
+    if not moving or any(_moves(history, window) for window in moving):
         return None
     return Trouble(
         "learning_rate_low",
@@ -138,7 +151,5 @@ def learning_rate_low(history: RunHistory) -> Trouble | None:
         "Raise train.learning_rate.",
         since=history.steps[0],
         knob=Knob("train.learning_rate", 10 * rate or 1e-5, rate),
-        evidence=tuple(
-            f"{both[0]} -> {both[1]}" for name in names if (both := history.ends(name)) is not None
-        ),
+        evidence=tuple(change(*both) for name in names if (both := history.ends(name)) is not None),
     )

@@ -19,9 +19,7 @@ def _apart(history: RunHistory, limit: float) -> list[Window]:
     ess = history.late("mismatch/ess", 3)
     if mean is None or outside is None:
         return []
-    bad = (
-        mean.mean > DISAGREE or outside.mean > OUTSIDE or (ess is not None and ess.mean < LEAST_ESS)
-    )
+    bad = mean.mean > limit or outside.mean > OUTSIDE or (ess is not None and ess.mean < LEAST_ESS)
     return [w for w in (mean, outside, ess) if w is not None] if bad else []
 
 

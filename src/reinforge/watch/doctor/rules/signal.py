@@ -9,6 +9,7 @@ from reinforge.watch.doctor.trouble import Knob, Trouble
 
 MOST_UNSCORED = 0.1  # share of answers without a reward that is still no trouble
 MOST_SKIPPED = 0.05  # share of steps whose gradient was not finite, likewise
+LOST = 0.2  # of the reward before, that is left in steps without a gradient
 ROUNDING = 1e-9  # relative spread of rewards that are equal and were averaged
 
 
@@ -85,15 +86,28 @@ def no_gradient(history: RunHistory) -> Trouble | None:
         )
     rewards = [finite(history.column("reward/mean")[i]) or 0.0 for i in idle]
     size = history.setting("algorithm.group_size")
+    rate = history.setting("train.learning_rate")
+    before = [v for v in history.column("reward/mean")[: idle[0]] if v == v]
+    was = math.fsum(before) / len(before) if before else 0.0
+    lost = was > 0 and math.fsum(rewards) / len(rewards) < LOST * was
     return Trouble(
         "no_gradient",
         f"{share}: all answers to a prompt got the same reward (mean"
         f" {math.fsum(rewards) / len(rewards):.3g} in those steps), which gives no gradient.",
-        "Take easier prompts where the reward is low and harder ones where it is high, a larger"
-        " algorithm.group_size or a higher rollout.temperature; algorithm.dynamic_sampling"
+        f"Before step {first} the mean reward was {was:.3g}: the policy was lost in a few steps."
+        " Lower train.learning_rate."
+        if lost
+        else "Take easier prompts where the reward is low and harder ones where it is high, a"
+        " larger algorithm.group_size or a higher rollout.temperature; algorithm.dynamic_sampling"
         " replaces such groups.",
         since=first,
-        knob=None if size is None else Knob("algorithm.group_size", 2 * size, size),
+        knob=(
+            Knob("train.learning_rate", rate / 10, rate)
+            if lost and rate
+            else None
+            if size is None
+            else Knob("algorithm.group_size", 2 * size, size)
+        ),
         evidence=tuple(
             str(window)
             for name in ("groups/zero_variance", "reward/mean")

@@ -1,0 +1,118 @@
+"""Every rule on the history of a real run that has its illness, and on runs that have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from helpers.histories import doctor_of, histories
+from reinforge.config.doctor import DoctorConfig
+from reinforge.watch.doctor.doctor import Doctor, ranked
+from reinforge.watch.doctor.learning import is_learning
+from reinforge.watch.doctor.table import RULES
+from reinforge.watch.doctor.trouble import Trouble
+
+HEALTHY = [name for name, record in histories().items() if record["rule"] == "healthy"]
+ILL = [name for name in histories() if name not in HEALTHY]
+NOTES = {"solved"}  # no illness
+
+
+def test_every_rule_has_a_run_a_key_and_a_place() -> None:
+    kinds = [rule.kind for rule in RULES]
+    assert {histories()[name]["rule"] for name in ILL} == set(kinds) - NOTES
+    assert set(DoctorConfig.model_fields) == {*kinds, "tracker"}
+    # what is explained stands below what explains it
+    for place, rule in enumerate(RULES):
+        assert rule.explains <= set(kinds[place + 1 :]), rule.kind
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_a_run_with_an_illness_is_told_its_name_first(name: str) -> None:
+    record = histories()[name]
+    found = doctor_of(record).troubles(ended=True)
+    first = found[0]
+    assert first.kind == record["rule"]
+    assert first.what and first.fix and first.because is None
+    if first.knob is not None:
+        assert first.knob.key in str(first.knob) and first.knob.value != first.knob.was
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_hears_nothing_at_any_step(name: str) -> None:
+    record = histories()[name]
+    for until in record["steps"]:
+        alarms = [t.kind for t in doctor_of(record, until).troubles() if t.action != "note"]
+        assert alarms == [], until
+    assert [t.kind for t in doctor_of(record).troubles(ended=True) if t.action != "note"] == []
+
+
+@pytest.mark.parametrize("name", histories())
+def test_a_rule_without_its_data_says_nothing(name: str) -> None:
+    """Whatever a run does not measure is left out, one metric after the other."""
+    record = histories()[name]
+    for missing in record["columns"]:
+        columns = {n: c for n, c in record["columns"].items() if n != missing}
+        doctor_of({**record, "columns": columns, "config": {}}).troubles(ended=True)
+    bare = doctor_of({**record, "columns": {"train/skipped": 0.0}, "scores": {}})
+    assert bare.troubles(ended=True) == []
+
+
+def test_answers_that_are_cut_and_get_as_much_as_others_are_not_ill() -> None:
+    """The history of a run with half of its answers cut, which get the mean, and then nothing."""
+    record = histories()["healthy-grpo-0"]
+    mean = record["columns"]["reward/mean"]
+    cut = {**record["columns"], "response/truncated": 0.5, "response/truncated_reward": mean}
+    assert doctor_of({**record, "columns": cut}).troubles(ended=True) == []
+    cut["response/truncated_reward"] = 0.0
+    [trouble] = doctor_of({**record, "columns": cut}).troubles(ended=True)
+    assert trouble.kind == "truncation" and trouble.knob is not None
+    assert (trouble.knob.key, trouble.knob.value) == ("rollout.max_new_tokens", 12)
+    # answers that grew into the limit: that is what is wrong, and told by other rules
+    cut["response/truncated"] = [0.0, *[0.5] * (len(mean) - 1)]
+    assert doctor_of({**record, "columns": cut}).troubles(ended=True) == []
+
+
+def test_no_run_at_all_has_no_trouble() -> None:
+    assert Doctor().troubles(ended=True) == [] and Doctor().troubles() == []
+
+
+def test_causes_stand_before_what_they_explain_and_notes_last() -> None:
+    def trouble(kind: str, action: str = "warn") -> Trouble:
+        return Trouble(kind, "", "", action=action)
+
+    found = ranked(
+        [
+            trouble("collapse"),
+            trouble("entropy_collapse"),
+            trouble("slow_phase", "note"),
+            trouble("learning_rate_high"),
+            trouble("memory_growth"),
+        ]
+    )
+    assert [(t.kind, t.because) for t in found] == [
+        ("learning_rate_high", None),
+        ("memory_growth", None),
+        ("entropy_collapse", "learning_rate_high"),
+        ("collapse", "learning_rate_high"),
+        ("slow_phase", None),
+    ]
+
+
+def answer(name: str) -> tuple[str, list[str]]:
+    verdict = is_learning(doctor_of(histories()[name]).history)
+    return verdict.answer, list(verdict.reasons)
+
+
+def said(name: str, words: str) -> bool:
+    return any(words in reason for reason in answer(name)[1])
+
+
+def test_a_loss_of_zero_is_explained() -> None:
+    """Of a policy gradient it says nothing; what there is to say is said."""
+    learns: dict[str, Any] = {name: answer(name)[0] for name in HEALTHY}
+    assert learns["healthy-sft-0"] == "yes"
+    assert said("healthy-grpo-0", "says nothing") and said("healthy-grpo-0", "a gradient in")
+    assert not said("healthy-sft-0", "says nothing")
+    constant = next(name for name in ILL if histories()[name]["rule"] == "constant_reward")
+    assert answer(constant)[0] == "no" and said(constant, "a gradient in 0 of")
