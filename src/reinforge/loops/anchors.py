@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from reinforge import version
+from reinforge.backends.local import LocalBackend
 from reinforge.core.backend import Backend
 from reinforge.core.report import StepReport
 from reinforge.core.sample import Sample
@@ -62,12 +63,9 @@ def weights_digest(backend: Backend) -> str | None:
     """Of what is trained: up to `SPACED` values of every parameter, bit for bit. None where this
     process does not hold the weights.
     """
-    if backend.devices > 1:
-        return None
-    module = backend.weights().module
-    if module is None:
-        return None
-    named = sorted(module.named_parameters())
+    if not isinstance(backend, LocalBackend):
+        return None  # to ask ranks or actors for them would gather them
+    named = sorted(backend.model.module.named_parameters())
     trained = [(name, p) for name, p in named if p.requires_grad] or named
     values: list[Any] = []
     for name, parameter in trained:
