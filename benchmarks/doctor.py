@@ -477,7 +477,7 @@ def cases() -> list[Case]:
         Case(
             "slow_phase",
             "grpo",
-            "a reward that takes 0.4 s per prompt",
+            "a reward that sleeps for each prompt",
             rewards=slow,
             settings={"train.steps": 12, "train.prompts_per_step": 4},
         ),

@@ -83,7 +83,9 @@ RULES: tuple[DoctorRule, ...] = (
     DoctorRule(rates.learning_rate_high, TREND, POLICY_SETTLED | NOT_LEARNED),
     DoctorRule(hacking.overoptimised, TREND, NOT_LEARNED | POLICY_SETTLED | {"reward_hacking"}),
     DoctorRule(hacking.reward_hacking, TREND, NOT_LEARNED | POLICY_SETTLED),
-    DoctorRule(policy.clip_share, SHARE, frozenset({"learning_rate_low", "kl_runaway"})),
+    DoctorRule(
+        policy.clip_share, SHARE, frozenset({"learning_rate_low", "kl_runaway", "collapse"})
+    ),
     DoctorRule(
         policy.kl_runaway, TREND, frozenset({"collapse", "length_drift", "entropy_collapse"})
     ),

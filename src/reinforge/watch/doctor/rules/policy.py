@@ -14,6 +14,7 @@ FAR = 0.3  # nats per token from the reference
 ABOVE_TARGET = 3.0  # times algorithm.kl.target
 BELOW_ZERO = 1e-3  # nats; rounding is far less
 MOST_CLIPPED = 0.4
+USUAL_UPDATES = 4  # of one batch: with more, what is clipped is their number's fault
 PAID_LENGTH = 0.5  # correlation of reward and length from which on length is what is paid for
 
 
@@ -131,11 +132,23 @@ def kl_runaway(history: RunHistory) -> Trouble | None:
     )
 
 
+def updates_per_batch(history: RunHistory) -> int:
+    epochs = int(history.setting("algorithm.epochs", 1))
+    return epochs * int(history.setting("algorithm.minibatches", 1))
+
+
+def too_many_updates(history: RunHistory) -> bool:
+    """Whether a step goes over its batch so often that most of it is clipped."""
+    clipped = history.late("policy/clip_fraction")
+    many = updates_per_batch(history) > USUAL_UPDATES
+    return many and clipped is not None and clipped.mean > MOST_CLIPPED
+
+
 def clip_share(history: RunHistory) -> Trouble | None:
     clipped = history.late("policy/clip_fraction")
     if clipped is None or clipped.mean <= MOST_CLIPPED:
         return None
-    updates = history.setting("algorithm.epochs", 1) * history.setting("algorithm.minibatches", 1)
+    updates = updates_per_batch(history)
     low = history.setting("algorithm.clip.low")
     high = history.setting("algorithm.clip.high")
     narrow = min((c for c in (low, high) if c is not None), default=0.2) < 0.1

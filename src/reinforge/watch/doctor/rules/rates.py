@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 
 from reinforge.watch.doctor.history import CLEARLY, SCORED, RunHistory, Window, change
+from reinforge.watch.doctor.rules.policy import too_many_updates
 from reinforge.watch.doctor.trouble import Knob, Trouble
 
 WORSE = 1.1  # times the loss of the start
@@ -18,10 +19,10 @@ MOVING = ("reward/mean", "policy/entropy", "response/length")
 
 
 def learning_rate_high(history: RunHistory) -> Trouble | None:
-    """What is learned ended worse than it began. An entropy bonus that turns answers into noise is
-    told by its own rule.
+    """What is learned ended worse than it began. Where many updates of one batch are clipped, the
+    rule of the clip tells it.
     """
-    found = _worse(history)
+    found = None if too_many_updates(history) else _worse(history)
     rate = history.setting("train.learning_rate")
     if found is None or rate is None:
         return None
