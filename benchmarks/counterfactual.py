@@ -57,7 +57,7 @@ def main() -> None:
         model = folder / "tiny"
         main_command(["tiny", str(model)])
         settings = [f"model.path={model}", f"run.dir={folder / 'run'}", f"train.steps={STEPS}"]
-        config = load_config(ROOT / "recipes/algorithms/grpo.yaml", [*settings, "data.eval.size=0"])
+        config = load_config(ROOT / "recipes/algorithms/grpo.yaml", settings)
         train_config(config, view=NoView())
         plan = plan_replay(folder / "run", STEP)
         for changes in CHANGES:
