@@ -71,11 +71,13 @@ def read_source(path: Path, library: str | None = None) -> Source:
             where="--from",
             fix=f"There are: {', '.join(LIBRARIES)}.",
         )
-    if path.suffix == ".py":
-        return _python(path, text, library)
-    if path.suffix in (".yaml", ".yml", ".json"):
-        return _yaml(path, text, library)
-    return _shell(path, text, library)
+    reader = READERS.get(path.suffix, _shell)
+    try:
+        return reader(path, text, library)
+    except RecursionError:
+        raise InputError(
+            "nested too deeply.", where=str(path), fix="No setting needs that."
+        ) from None
 
 
 def _python(path: Path, text: str, library: str | None) -> Source:
@@ -226,3 +228,6 @@ def _unrecognised(path: Path) -> InputError:
         where=str(path),
         fix=f"Name it with --from: {', '.join(LIBRARIES)}.",
     )
+
+
+READERS = {".py": _python, ".yaml": _yaml, ".yml": _yaml, ".json": _yaml}  # others: a shell script

@@ -52,7 +52,11 @@ def migrate_file(
     path: Path, library: str | None = None, *, devices: int | None = None
 ) -> Migration:
     """Reads a file; `devices`: on how many it was meant to run, where sizes are counted by them."""
-    source = read_source(path, library)
+    return translated(read_source(path, library), devices)
+
+
+def translated(source: Source, devices: int | None = None) -> Migration:
+    """What was read from a file, as a configuration with its notes."""
     module = MODULES[source.library]
     draft = Draft(source.library, module.method_of(source), dict(source.settings))
     draft.remarks += source.remarks
@@ -65,7 +69,7 @@ def migrate_file(
     _fill_in(draft, source)
     settle(draft)
     return Migration(
-        path,
+        source.path,
         LIBRARIES[source.library],
         draft.method,
         draft.tree,

@@ -139,3 +139,25 @@ def test_a_script_is_read_and_not_run() -> None:
 def test_a_script_that_is_no_python_is_an_error() -> None:
     with pytest.raises(InputError, match="train.py: this is not Python"):
         read_script("def (", "train.py")
+
+
+def test_variables_that_double_one_another_are_refused() -> None:
+    doubling = "".join(f"a{i + 1}=$a{i}$a{i}\n" for i in range(40))
+    with pytest.raises(InputError, match="words without end"):
+        command(f"a0=xxxxxxxx\n{doubling}run $a40")
+    with pytest.raises(InputError, match="not closed"):
+        command("run a='x\n" + "some words\n" * 50_000)
+    tree = {f"a{i}": f"${{a{i + 1}}}${{a{i + 1}}}" for i in range(40)} | {"a40": "xxxxxxxx"}
+    assert len(str(interpolated(tree)["a0"])) < 50_000
+
+
+def test_values_of_a_script_do_not_grow_without_end() -> None:
+    texts = "".join(f"t{i + 1} = t{i} + t{i}\n" for i in range(40))
+    lists = "".join(f"l{i + 1} = [l{i}, l{i}]\n" for i in range(40))
+    code = f"t0 = 'xxxx'\n{texts}l0 = [1]\n{lists}"
+    calls = "SFTTrainer(model=t40, a=l40, b='x' * 10**12, c=[0] * 10**11, d=2 * 3, e='a' + 'b')"
+    found = read_script(code + calls, "train.py").settings
+    assert all(isinstance(found[name], Unread) for name in ("model", "a", "b", "c"))
+    assert (found["d"], found["e"]) == (6, "ab")
+    with pytest.raises(InputError, match="this is not Python"):
+        read_script("x = " + "-" * 9000 + "1", "train.py")

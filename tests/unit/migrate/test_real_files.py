@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import pytest
 
 from helpers.source_tree import ROOT
 from reinforge.config.load import config_from_dict
-from reinforge.migrate.source import LIBRARIES
-from reinforge.migrate.translate import Migration, migrate_file
+from reinforge.migrate.source import LIBRARIES, read_source
+from reinforge.migrate.translate import Migration, migrate_file, translated
 from reinforge.models.tiny import make_tiny_model
 from reinforge.plan.checks import run_checks
 from reinforge.plan.preflight import preflight
@@ -69,6 +70,19 @@ def test_the_library_is_recognised_and_its_keys_are_explained(path: Path) -> Non
 def test_the_first_phase_of_plan_says_only_what_the_machine_lacks(path: Path) -> None:
     report = preflight(config_from_dict(migrated(path).config))
     assert [error for error in report.errors if not OUTSIDE.search(error)] == []
+
+
+def test_odd_values_are_no_reason_to_crash() -> None:
+    """Every value of every file is another kind of thing than it should be."""
+    odd = [None, "x", [], {}, -1, 0, True, 1e30, [1], "a,b", {"a": 1}, 0.5, ""]
+    for path in FILES:
+        source = read_source(path)
+        for shift in range(2):
+            settings = {
+                key: odd[(i + 5 * shift) % len(odd)] for i, key in enumerate(source.settings)
+            }
+            found = translated(replace(source, settings=settings))
+            assert [note.theirs for note in found.notes] == list(settings)
 
 
 @pytest.fixture(scope="module")

@@ -219,3 +219,10 @@ def test_files_that_are_none(tmp_path: Path, name: str, text: str, why: str) -> 
 def test_a_library_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no library 'tlr'"):
         migrated(tmp_path, "a.yaml", "x: 1\n", library="tlr")
+
+
+def test_a_loss_that_is_not_there_is_told(tmp_path: Path) -> None:
+    text = "stage: dpo\nmodel_name_or_path: o/m\ndataset: a.json\npref_loss: brand_new\n"
+    found = migrated(tmp_path, "a.yaml", text)
+    assert found.config["algorithm"]["name"] == "dpo"
+    assert note(found, "pref_loss").says == "brand_new is not there; dpo is written"

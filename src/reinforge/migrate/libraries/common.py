@@ -9,6 +9,7 @@ from typing import Any
 
 from reinforge.algorithms import catalogue
 from reinforge.migrate.draft import Draft
+from reinforge.migrate.readers.values import value_of
 
 SINKS = ("tensorboard", "wandb", "mlflow", "trackio")
 ALL_LINEAR = {"all", "all-linear", "all_linear"}
@@ -25,6 +26,12 @@ def listed(value: Any) -> list[Any]:
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def numbers(value: Any) -> list[float]:
+    """The numbers of a value or of several, however they are written."""
+    found = [value_of(item) for item in listed(value)]
+    return [float(item) for item in found if isinstance(item, int | float)]
 
 
 def put_sources(draft: Draft, sources: Sequence[str], weights: Sequence[float] = ()) -> None:
@@ -125,6 +132,14 @@ def names_of_rows(draft: Draft) -> str:
     """All sources of a draft in one text, to look for names in."""
     mixture = draft.at("data.mixture") or []
     return " ".join([str(draft.at("data.source")), *(str(item["source"]) for item in mixture)])
+
+
+def put_loss(draft: Draft, key: str, name: str) -> None:
+    """The algorithm with a loss over pairs; dpo in place of one that is not there."""
+    if name not in catalogue.TABLE:
+        draft.tell(key, "missing", says=f"{name} is not there; dpo is written")
+        name = "dpo"
+    draft.put("algorithm.name", name)
 
 
 def put_minibatches(draft: Draft, key: str, samples: float, per_update: float | None) -> int:

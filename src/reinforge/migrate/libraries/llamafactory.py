@@ -10,9 +10,11 @@ from reinforge.migrate.draft import Draft
 from reinforge.migrate.libraries.common import (
     HELD_OUT,
     listed,
+    numbers,
     put_adapter,
     put_eval_every,
     put_held_out,
+    put_loss,
     put_sources,
 )
 from reinforge.migrate.libraries.trainer_arguments import (
@@ -66,7 +68,7 @@ def _data(draft: Draft, source: Source) -> None:
     names = [str(name) for name in listed(draft.get("dataset"))]
     registered = _registered(draft, source)
     sources = [_file(name, registered, draft) for name in names]
-    shares = [float(share) for share in listed(draft.get("interleave_probs"))]
+    shares = numbers(draft.get("interleave_probs"))
     put_sources(draft, sources, shares)
     limit = draft.whole("max_samples")
     if limit:
@@ -166,7 +168,7 @@ def _adapter(draft: Draft) -> None:
 def _algorithm(draft: Draft) -> None:
     if draft.method == "dpo":
         loss = str(draft.get("pref_loss", default="sigmoid"))
-        draft.put("algorithm.name", LOSSES.get(loss, loss))
+        put_loss(draft, "pref_loss", LOSSES.get(loss, loss))
         share = draft.number("pref_ftx", default=0)
         if share and loss == "sigmoid":
             draft.put("algorithm.losses", {"sigmoid": 1.0, "sft": share})

@@ -71,7 +71,8 @@ def finish(draft: Draft, source: Source, devices: int | None) -> None:
 
 def _data(draft: Draft) -> None:
     train = draft.get("data.train")
-    items = train if isinstance(train, list) else [_inside(draft, "data.train")]
+    several = train if isinstance(train, list) else [_inside(draft, "data.train")]
+    items = [item for item in several if isinstance(item, dict)]
     sources = [name for item in items if (name := _named(item))]
     if not sources and draft.get("data.dataset_name", "data.train_data_path"):
         sources = [str(draft.get("data.train_data_path", "data.dataset_name"))]
@@ -229,7 +230,8 @@ def _schedule(draft: Draft, rate: float | None) -> tuple[str, int | None, float]
     """Kind, warm-up and floor of a list of torch's schedulers."""
     given = draft.get("policy.scheduler")
     kind, warmup, floor = "constant", None, 0.0
-    for one in given if isinstance(given, list) else [_inside(draft, "policy.scheduler")]:
+    several = given if isinstance(given, list) else [_inside(draft, "policy.scheduler")]
+    for one in (item for item in several if isinstance(item, dict)):
         name = str(one.get("name", "")).rpartition(".")[2]
         kwargs = one.get("kwargs") or {k.removeprefix("kwargs."): v for k, v in one.items()}
         if name == "LinearLR" and kwargs.get("start_factor", 1) < 1:

@@ -9,6 +9,7 @@ from reinforge.migrate.draft import Draft
 from reinforge.migrate.libraries.common import (
     fit_clip,
     listed,
+    numbers,
     put_adapter,
     put_deepspeed,
     put_eval_every,
@@ -59,11 +60,11 @@ def finish(draft: Draft, source: Source, devices: int | None) -> None:
 
 def _data(draft: Draft) -> None:
     names = ("data.prompt_dataset", "data.dataset", "prompt_data", "dataset")
-    weights = listed(
+    weights = numbers(
         draft.get("data.prompt_probs", "data.dataset_probs", "prompt_data_probs", "dataset_probs")
     )
     sources = [str(name) for name in listed(draft.get(*names))]
-    put_sources(draft, sources, [float(weight) for weight in weights])
+    put_sources(draft, sources, weights)
     limit = draft.whole("data.max_samples", "max_samples")
     if limit and limit < ALL_ROWS:
         if draft.is_set("data.mixture"):
@@ -213,8 +214,8 @@ def _lengths(draft: Draft) -> None:
 
 def _clip_and_kl(draft: Draft) -> None:
     both = draft.number("actor.eps_clip", "eps_clip", default=0.2)
-    pair = draft.get("actor.eps_clip_low_high", "eps_clip_low_high")
-    low, high = pair if isinstance(pair, list) and len(pair) == 2 else (both, both)
+    pair = numbers(draft.get("actor.eps_clip_low_high", "eps_clip_low_high"))
+    low, high = pair if len(pair) == 2 else (both, both)
     if draft.at("algorithm.name") not in ("gspo", "rloo"):
         draft.put("algorithm.clip", {"low": low, "high": high})
     fit_clip(draft, ["actor.eps_clip", "eps_clip", "actor.dual_clip", "dual_clip"])
@@ -232,7 +233,7 @@ def _clip_and_kl(draft: Draft) -> None:
         kind = str(
             draft.get("algo.advantage.is_correction_type", "vllm_is_correction_type", default="tis")
         )
-        bounds = listed(
+        bounds = numbers(
             draft.get("algo.advantage.is_correction_threshold", "vllm_is_truncated_threshold")
         )
         low, high = (bounds[0], bounds[-1]) if len(bounds) > 1 else (0.5, (bounds or [5.0])[0])
@@ -262,7 +263,7 @@ def _rewards(draft: Draft) -> None:
         draft.remarks.append("no reward is named in the file: rewards.py:reward is to be written")
     if draft.get("reward.normalize_enable", "normalize_reward") is True:
         reward |= {"center": "running", "scale": "running"}
-    clip = listed(draft.get("reward.clip_range", "reward_clip_range"))
+    clip = numbers(draft.get("reward.clip_range", "reward_clip_range"))
     if len(clip) == 2:
         reward["clip"] = clip
     draft.put("rewards", [reward])

@@ -6,7 +6,14 @@ import re
 from typing import Any
 
 from reinforge.migrate.draft import Draft
-from reinforge.migrate.libraries.common import HELD_OUT, fit_clip, listed, put_adapter
+from reinforge.migrate.libraries.common import (
+    HELD_OUT,
+    fit_clip,
+    listed,
+    numbers,
+    put_adapter,
+    put_loss,
+)
 from reinforge.migrate.libraries.trainer_arguments import (
     devices_of,
     put_length,
@@ -210,7 +217,7 @@ def _data(draft: Draft, source: Source) -> None:
     if isinstance(config, str) and draft.is_set("data.source"):
         draft.put("data.options", {"name": config})
     split = draft.get("dataset_train_split")
-    if isinstance(split, list):
+    if isinstance(split, list) and split:
         split = split[0]
     if isinstance(split, str) and split != "train":
         draft.put("data.split", split)
@@ -417,7 +424,7 @@ def _preference(draft: Draft) -> None:
         name = "ld_dpo"
     elif str(draft.get("f_divergence_type", default="reverse_kl")) != "reverse_kl":
         name = "f_dpo"
-    draft.put("algorithm.name", name)
+    put_loss(draft, "loss_type", name)
     if len(losses) > 1:
         draft.put("algorithm.name", "dpo")
         shares = weights if isinstance(weights, list) else [1.0] * len(losses)
@@ -439,13 +446,12 @@ def _rewards(draft: Draft, source: Source) -> None:
     given = draft.get(
         "reward_funcs", "reward_model_path", "reward_model_name_or_path", "reward_model"
     )
-    weights = draft.get("reward_weights")
-    weights = weights if isinstance(weights, list) else []
+    weights = numbers(draft.get("reward_weights"))
     rewards = []
     for i, name in enumerate(listed(given)):
         reward = _reward(str(name), source)
         if i < len(weights):
-            reward = {**reward, "weight": float(weights[i]) * reward.get("weight", 1.0)}
+            reward = {**reward, "weight": weights[i] * reward.get("weight", 1.0)}
         rewards.append(reward)
     if not rewards:
         rewards = [{"name": "rewards.py:reward", "kind": "trl"}]

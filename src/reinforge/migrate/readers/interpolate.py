@@ -10,6 +10,7 @@ from reinforge.migrate.readers.values import value_of
 
 INNER = re.compile(r"\$\{([^${}]*)\}")
 MAX_ROUNDS = 20
+MAX_TEXT = 20_000  # characters: values may double one another
 
 
 def interpolated(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,6 +37,8 @@ def _resolved(text: str, root: Mapping[str, Any], at: tuple[str, ...]) -> Any:
         if value is None or isinstance(value, Mapping | list):
             return value if match.group() == text.strip() else text
         text = text[: match.start()] + str(value) + text[match.end() :]
+        if len(text) > MAX_TEXT:
+            return text[:MAX_TEXT]
     return text
 
 

@@ -27,6 +27,9 @@ PARSERS = {"TrlParser", "HfArgumentParser"}
 # methods of a data set that leave it the same data set
 ROW_METHODS = {"map", "filter", "select", "shuffle", "remove_columns", "rename_column"}
 DTYPES = {"bfloat16", "float16", "float32"}
+MAX_LOOKS = 20_000  # expressions that one value may be made of
+MAX_TEXT = 20_000  # characters
+MAX_NUMBER = 1e15
 OPERATORS: dict[type, Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -62,10 +65,9 @@ class Script:
 def read_script(text: str, where: str) -> Script:
     try:
         tree = ast.parse(text, filename=where)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"this is not Python: {error}.", where=where) from None
-    reader = _Reader(tree)
-    return reader.read()
+    return _Reader(tree).read()
 
 
 class _Reader:
@@ -75,6 +77,7 @@ class _Reader:
         self.names: dict[str, ast.expr] = {}
         self.arguments: dict[str, ast.expr] = {}  # argparse's defaults
         self.reading: set[str] = set()  # names on the way to a value
+        self.looked_at = 0  # expressions on the way to a value
 
     def read(self) -> Script:
         script = self.script
@@ -183,12 +186,17 @@ class _Reader:
 
     def value(self, node: ast.expr) -> Any:
         """What an expression is, if that can be told without running anything."""
+        self.looked_at = 0
         try:
             return self._value(node)
-        except (_Unknown, TypeError, ValueError, ArithmeticError):
-            return Unread(ast.unparse(node))
+        except (_Unknown, TypeError, ValueError, ArithmeticError, RecursionError):
+            self.reading.clear()
+            return Unread(_code(node))
 
     def _value(self, node: ast.expr) -> Any:
+        self.looked_at += 1
+        if self.looked_at > MAX_LOOKS:
+            raise _Unknown
         match node:
             case ast.Constant():
                 return node.value
@@ -205,7 +213,7 @@ class _Reader:
             case ast.UnaryOp(op=ast.USub()):
                 return -self._value(node.operand)
             case ast.BinOp() if type(node.op) in OPERATORS:
-                return OPERATORS[type(node.op)](self._value(node.left), self._value(node.right))
+                return _computed(node.op, self._value(node.left), self._value(node.right))
             case ast.JoinedStr():
                 return "".join(str(self._value(part)) for part in node.values)
             case ast.FormattedValue():
@@ -264,6 +272,26 @@ class _Reader:
 
 class _Unknown(Exception):
     """An expression that only a run could tell."""
+
+
+def _computed(op: ast.operator, left: Any, right: Any) -> Any:
+    """Sums and products of numbers, and joined texts; nothing that could grow without end."""
+    numbers = isinstance(left, int | float) and isinstance(right, int | float)
+    texts = isinstance(left, str) and isinstance(right, str) and isinstance(op, ast.Add)
+    if not numbers and not texts:
+        raise _Unknown
+    value = OPERATORS[type(op)](left, right)
+    if len(value) > MAX_TEXT if texts else abs(value) > MAX_NUMBER:
+        raise _Unknown
+    return value
+
+
+def _code(node: ast.expr) -> str:
+    """An expression as it is written, if it is short enough to be shown."""
+    try:
+        return ast.unparse(node)[:MAX_TEXT]
+    except RecursionError:
+        return "..."
 
 
 def _called(node: ast.expr) -> str:

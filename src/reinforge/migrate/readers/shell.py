@@ -14,8 +14,13 @@ from dataclasses import dataclass, field
 from reinforge.core.errors import InputError
 
 NAME = re.compile(r"[A-Za-z_]\w*")
+TOO_LARGE = "Give the command that starts the run alone."
 ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)\+?=")
+CLOSING = re.compile("['\")}({]")
 HEREDOC = re.compile(r"read\s+-r\s+-d\s+(?:''|\"\")\s+(\w+)\s*<<-?\s*['\"]?(\w+)['\"]?\s*$")
+MAX_STATEMENT = 50_000  # characters; no command of a training run has as many
+MAX_WORD = 20_000  # characters of a word with its variables put in, which may double one another
+MAX_WORDS = 5_000
 # what a run is started with leaves nothing
 ARGUMENTS = re.compile(r"\d|[@*#?]")
 OPERATORS = {
@@ -68,6 +73,10 @@ class Shell:
         i = 0
         while i < len(text):
             char = text[i]
+            if len(word or "") > MAX_WORD or len(words) > MAX_WORDS:
+                raise InputError(
+                    "its variables make words without end.", where=text[:60], fix=TOO_LARGE
+                )
             if char.isspace():
                 if word is not None:
                     words.append(word)
@@ -113,6 +122,10 @@ class Shell:
             else:
                 parts += text[i]
                 i += 1
+            if len(parts) > MAX_WORD:
+                raise InputError(
+                    "its variables make words without end.", where=text[:60], fix=TOO_LARGE
+                )
         return [parts], i + 1
 
     def _expanded(self, text: str, i: int) -> tuple[list[str], int]:
@@ -193,6 +206,7 @@ def _statements(text: str) -> Iterator[str]:
     """
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     gathered = ""
+    is_open = False  # a quote or bracket
     goes_on = False  # the line before ends with a backslash
     until: str | None = None  # the word that ends a here-document
     for line in lines:
@@ -204,6 +218,12 @@ def _statements(text: str) -> Iterator[str]:
                 gathered += f"\n{line.rstrip().removesuffix(chr(92))}"
             continue
         gathered += f"\n{line}" if gathered and not goes_on else line
+        if len(gathered) > MAX_STATEMENT:
+            raise InputError(
+                "a command without end: a quote or bracket is not closed.",
+                where=gathered.strip()[:60],
+                fix=TOO_LARGE,
+            )
         goes_on = gathered.rstrip().endswith("\\")
         if goes_on:
             gathered = f"{gathered.rstrip()[:-1]} "
@@ -212,7 +232,10 @@ def _statements(text: str) -> Iterator[str]:
         if here is not None:
             gathered, until = gathered.strip(), here.group(2)
             continue
-        if _open(gathered):
+        if is_open and not CLOSING.search(line):
+            continue
+        is_open = _open(gathered)
+        if is_open:
             continue
         yield from _split(gathered)
         gathered = ""
