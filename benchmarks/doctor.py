@@ -569,7 +569,7 @@ def make_experts(path: Path, *, dead: bool) -> None:
             num_attention_heads=4,
             num_key_value_heads=2,
             num_local_experts=4,
-            num_experts_per_tok=2,
+            num_experts_per_tok=1,
             max_position_embeddings=128,
             initializer_range=0.08,
             pad_token_id=0,

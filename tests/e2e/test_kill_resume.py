@@ -137,11 +137,19 @@ def test_drafts_from_earlier_answers_do_not_show(tiny: Path, tmp_path: Path, exa
     assert run.differences(tmp_path / "run") == []
 
 
-def test_a_hybrid(tmp_path: Path) -> None:
-    """Layers that keep state: the states of an engine are computed again, never saved."""
-    model = save_architecture("qwen3_5", tmp_path / "model", write_tokenizer)
-    config = cli_runs.write_config(tmp_path, model, train={"steps": 4})
+def test_a_hybrid_with_experts(tmp_path: Path) -> None:
+    """Layers that keep state: the states of an engine are computed again, never saved. The experts
+    of sampled tokens travel with the samples.
+    """
+    model = save_architecture("qwen3_5_moe", tmp_path / "model", write_tokenizer)
+    train = {"steps": 4, "router_replay": "on"}
+    config = cli_runs.write_config(tmp_path, model, train=train, rollout={"staleness": 1})
     run = whole(tmp_path, config, 4)
+    metrics = cli_runs.lines(tmp_path / "whole" / "metrics.jsonl")
+    told = [line for line in metrics if "experts/entropy" in line]
+    assert [line["step"] for line in told] == [1, 2, 3, 4]
+    assert told[0]["experts/disagreement"] == 0 < told[-1]["experts/disagreement"]
+    assert all(0 < line["experts/drift"] < 1 for line in told[1:])
     crash(run, tmp_path, "step:end@3")
     finish(run, tmp_path)
     assert run.differences(tmp_path / "run") == []

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from helpers.toys import VOCABULARY, ToyTokenizer, run, tokens_of
-from reinforge.core.engine import Engine, Sampling
+from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.core.weights import Weights
@@ -182,16 +182,18 @@ class EngineContract:
         pieces = 0
         ends = []
 
-        def hear(i: int, tokens: list[int], logprobs: list[float], stop: Stop | None) -> None:
+        def hear(i: int, tokens: list[int], logprobs: list[float], done: Completion | None) -> None:
             nonlocal pieces
             assert len(tokens) == len(logprobs)
             told[i] += tokens
             pieces += 1
-            ends.append(stop)
+            if done is not None:
+                assert done.tokens == told[i]
+                ends.append(done.stop)
 
         found = run(engine.streaming.generate(PROMPT, FREE, key=5, n=2, on_tokens=hear), LIMIT)
         assert [c.tokens for c in found] == [told[0], told[1]]
-        assert pieces > 2 and [s for s in ends if s is not None] == [Stop.LENGTH] * 2
+        assert pieces > 2 and ends == [Stop.LENGTH] * 2
 
     # ---- stops ----
 

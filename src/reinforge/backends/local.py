@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from reinforge.backends.ema import WeightAverage
+from reinforge.backends.experts import TrainedExperts
 from reinforge.backends.microbatch import (
     annotate_nothing,
     annotate_values,
@@ -43,9 +44,9 @@ from reinforge.models.adapter_dropout import DroppedRows, drop_rows, dropouts
 from reinforge.models.causal import CausalModel
 from reinforge.models.divergence import log_collision
 from reinforge.models.fp8_layers import Fp8Layers
-from reinforge.models.load_balance import LoadBalanceLoss
 from reinforge.models.neftune import neftune
 from reinforge.models.packed import PackedModel
+from reinforge.models.router_bias import BIASES
 
 
 class LocalBackend:
@@ -85,7 +86,7 @@ class LocalBackend:
         self.share = cfg.share_prompts and not noisy
         self.seed = seed
         self.teachers = teachers
-        self.balance = LoadBalanceLoss.of(model, cfg.router_aux_loss)
+        self.experts = TrainedExperts(model, cfg)
         kind = ReferenceConfig() if isinstance(reference, bool) else reference
         self.reference = (
             self._reference(model, kind) if reference and isinstance(model, CausalModel) else None
@@ -159,7 +160,8 @@ class LocalBackend:
             assert isinstance(self.model, CausalModel), (
                 f"a {type(self.model).__name__} has no log-probs"
             )
-            states = self.model.states(moved)
+            with self.experts.following(moved, self._here(moved)):
+                states = self.model.states(moved)
             logprobs, entropy = self.model.logprobs(
                 moved, temperature=self.temperature, entropy="entropy" in needs, states=states
             )
@@ -218,14 +220,15 @@ class LocalBackend:
 
     @contextmanager
     def _update(self) -> Iterator[None]:
-        """Inside, layers may be computed again in the backward pass, and adapters drop what they
-        are to drop.
+        """Inside, layers may be computed again in the backward pass, adapters drop what they are to
+        drop, and tokens go to the experts that they are to go to.
         """
         self.model.recompute(True)
         try:
             yield
         finally:
             self.model.recompute(False)
+            self.experts.follow(None)
             drop_rows(self.model.module, None)
 
     def _forward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:
@@ -243,22 +246,15 @@ class LocalBackend:
         return combine(parts)
 
     def _micro(self, batch: Batch, loss: Loss, totals: Totals) -> tuple[Tensor, LossMetrics]:
-        if self.balance is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return loss(self._tokens(batch, loss, totals), totals)
-        with self.balance.watched() as routed:
+        # of this micro-batch: those of all of them add up to 1
+        share = batch.n_trained / totals.seen
+        self.experts.follow(batch, self._here(batch))
+        with self.experts.seen(share) as seen:
             tokens = self._tokens(batch, loss, totals)
         value, metrics = loss(tokens, totals)
-        # of this micro-batch: those of all of them add up to 1
-        share = batch.n_trained / (totals.tokens - totals.left_out)
-        if routed:
-            metrics = {**metrics, "experts/dead": self.balance.dead(routed) * share}
-        if not self.balance.coefficient:
-            return value, metrics
-        uneven = self.balance.loss(routed) * share
-        return value + self.balance.coefficient * uneven, {
-            **metrics,
-            "train/router_aux_loss": uneven.detach(),
-        }
+        return value + seen.loss, metrics | seen.metrics
 
     def _tokens(self, batch: Batch, loss: Loss, totals: Totals) -> TrainedTokens:
         self._drop(batch)
@@ -307,6 +303,8 @@ class LocalBackend:
         if math.isfinite(norm) and norm > 0:
             self.optimizer.step(rate, limit / norm if limit and norm > limit else 1.0)
         self.optimizer.zero()
+        if self.experts.bias is not None:
+            self.experts.bias.step(move=math.isfinite(norm))
         for follower in (self.reference, self.ema):
             if follower is not None:
                 follower.after_step()
@@ -318,6 +316,9 @@ class LocalBackend:
     def state(self) -> State:
         tensors = {f"model/{name}": p.detach() for name, p in self.optimizer.parameters.items()}
         tensors.update({f"optimizer/{name}": t for name, t in self.optimizer.tensors().items()})
+        if self.experts.bias is not None:
+            biases = self.experts.bias.tensors()
+            tensors.update({f"{BIASES}{name}": tensor for name, tensor in biases.items()})
         asked = self.cfg.tokens_per_microbatch
         # memory ran out, and the number was halved
         shrunk = {"budget_asked": asked} if asked not in ("auto", self.budget) else {}
@@ -331,6 +332,8 @@ class LocalBackend:
         for name, tensor in saved.items():
             own[name].copy_(tensor)
         self.optimizer.load(within(state.tensors, "optimizer/"))
+        if self.experts.bias is not None:
+            self.experts.bias.load(dict(within(state.tensors, BIASES)))
         self.steps = state.meta["steps"]
         if self.cfg.tokens_per_microbatch in ("auto", state.meta.get("budget_asked")):
             # what was free then, or what was left of it when memory ran out

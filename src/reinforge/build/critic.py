@@ -48,6 +48,9 @@ def critic_training(train: TrainConfig, critic: CriticConfig) -> TrainConfig:
             "optimizer": critic.optimizer or train.optimizer,
             "ema": None,
             "router_aux_loss": None,
+            "router_z_loss": 0.0,
+            "router_bias_rate": 0.0,
+            "router_replay": "off",
             "precision": "model",
         }
     )

@@ -47,6 +47,7 @@ def native_engine(
         speculation=_speculation(rollout.speculation),
         precision=rollout.precision,
         cache_precision=rollout.cache_precision,
+        routes=inputs.cfg.train.router_replay != "off",
     )
 
 

@@ -20,6 +20,7 @@ from reinforge.core.errors import InputError
 from reinforge.models.causal import VALUE_HEAD, CausalModel
 from reinforge.models.load import load_model, load_tokenizer
 from reinforge.models.packed import PackedModel
+from reinforge.models.router_bias import BIASES
 from reinforge.models.save import attend_as_transformers
 
 
@@ -91,6 +92,9 @@ def load_weights(model: PackedModel, run_dir: Path, which: str = "latest") -> No
     for name in weights:
         if name != f"{VALUE_HEAD}.weight":  # that of a shared critic, which no longer matters
             own[name].copy_(average[name] if name in average else weights[name])
+    others = own | dict(model.module.named_buffers())
+    for name, bias in within(state.tensors, BIASES).items():
+        others[name].copy_(bias)
 
 
 def open_model(

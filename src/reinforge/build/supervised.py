@@ -46,6 +46,7 @@ from reinforge.evals.heldout import heldout_loss
 from reinforge.evals.rows import heldout_attributes, heldout_rows, heldout_scores
 from reinforge.loops.checkpointer import Checkpointer
 from reinforge.loops.evaluator import Evaluator
+from reinforge.loops.expert_load import ExpertLoad
 from reinforge.loops.given_callbacks import Callbacks
 from reinforge.loops.run import Run
 from reinforge.loops.supervised import SupervisedTrainer
@@ -103,6 +104,8 @@ def build_supervised(
     ptx = make_ptx(inputs, text, backend)
     if ptx is not None:
         parts["ptx"] = ptx
+    experts = ExpertLoad()
+    parts["experts"] = experts
     run = Run(
         cfg,
         cursor=cursor,
@@ -128,6 +131,7 @@ def build_supervised(
         row=train_units.__getitem__,
         rows_per_step=cfg.train.prompts_per_step,
         ptx=ptx,
+        experts=experts,
     )
 
 

@@ -37,6 +37,7 @@ from reinforge.core.sample import Group
 from reinforge.data.domains import Domains
 from reinforge.loops.checkpointer import Checkpointer
 from reinforge.loops.evaluator import Evaluator
+from reinforge.loops.expert_load import ExpertLoad
 from reinforge.loops.given_callbacks import Callbacks
 from reinforge.loops.rl import RLTrainer
 from reinforge.loops.run import Run
@@ -132,6 +133,8 @@ def build_rl(
     ptx = make_ptx(inputs, text, backend)
     if ptx is not None:
         parts["ptx"] = ptx
+    experts = ExpertLoad()
+    parts["experts"] = experts
 
     played: list[Group] = []
     evaluate: Evaluate | None = None
@@ -174,6 +177,7 @@ def build_rl(
         critic=critic,
         running=running,
         ptx=ptx,
+        experts=experts,
         skip_idle=cfg.train.skip_idle,
         kept=KeptRollouts(Path(cfg.run.dir)) if cfg.run.keep_rollouts else None,
         tracer=Tracer(

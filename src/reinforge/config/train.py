@@ -168,6 +168,30 @@ class TrainConfig(Section):
             " where that says output_router_logits, otherwise none. 0: none."
         ),
     )
+    router_z_loss: NonNegative = Field(
+        0.0,
+        description=(
+            "Mixture of experts: coefficient of the square of the log of the sum of the router's"
+            " exponentials, which keeps its logits small (2202.08906). Off by default."
+        ),
+    )
+    router_bias_rate: NonNegative = Field(
+        0.0,
+        description=(
+            "Mixture of experts: after every update move the bias by which a router chooses"
+            " (DeepSeek-V3, GLM, MiniMax and others have one) by this much towards an even load"
+            " (2408.15664); 0.001 is usual. Off by default."
+        ),
+    )
+    router_replay: Literal["off", "count", "on", "differing"] = Field(
+        "off",
+        description=(
+            "Mixture of experts: send every token to the experts that it went to when it was"
+            " sampled (2510.11370); the weights of the experts are computed anew. count: only"
+            " measure how often they would be others (experts/disagreement). differing: where they"
+            " are others, whatever their order."
+        ),
+    )
     precompute_reference: bool = Field(
         False,
         description=(

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from reinforge.core import routes
 from reinforge.core.sample import Sample
 
 # A stream: which domain the token's row is of, where every domain has a teacher of its own.
@@ -52,6 +53,8 @@ class Batch:
     # [S] float32: a critic's value after the last token of a truncated sample; 0 where it ended by
     # itself
     bootstrap: Tensor | None = None
+    # [N, L, k]: the experts that the tokens went to when they were sampled (core/routes.py)
+    routes: Tensor | None = None
 
     @classmethod
     def pack(cls, samples: Sequence[Sample], *, share: bool = False) -> Batch:
@@ -109,6 +112,9 @@ class Batch:
             sequence=sequence,
             ends=ends,
             streams=streams,
+            routes=routes.joined(
+                [(samples[g.sample].extras.get(routes.NAME), g.start, g.stop) for g in segments]
+            ),
         )
 
     @property
@@ -149,6 +155,7 @@ class Batch:
             move(self.ends),
             {k: move(v) for k, v in self.streams.items()},
             None if self.bootstrap is None else move(self.bootstrap),
+            None if self.routes is None else move(self.routes),
         )
 
 

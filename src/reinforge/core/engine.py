@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol, runtime_checkable
 
+from torch import Tensor
+
 from reinforge.core.constraint import Constraint
 from reinforge.core.sample import Stop
 from reinforge.core.weights import Weights
@@ -48,6 +50,9 @@ class Completion:
     logprobs: list[float]
     versions: list[int]  # the weights that sampled each token
     stop: Stop
+    # which experts the tokens of prompt and answer went to (core/routes.py), all but the last,
+    # which was never read; None: nobody asked, or there are no experts
+    routes: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -73,8 +78,8 @@ class GenerationStats:
         )
 
 
-# hears of a sample's new tokens: its place, their ids, their log-probs, how it ended if it did
-OnTokens = Callable[[int, list[int], list[float], Stop | None], None]
+# hears of a sample's new tokens: its place, their ids, their log-probs, and the whole if it ended
+OnTokens = Callable[[int, list[int], list[float], Completion | None], None]
 
 
 @runtime_checkable

@@ -51,7 +51,8 @@ class Sample:
     stop: Stop = Stop.EOS
     # [T] each: old, reference, teacher, values, advantages
     streams: dict[str, Tensor] = field(default_factory=dict)
-    extras: dict[str, Tensor] = field(default_factory=dict)  # images, expert routing: untouched
+    # what else belongs to it: the experts that its tokens went to (core/routes.py)
+    extras: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         length = self.tokens.shape[0]

@@ -13,6 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
+from reinforge.core import routes
 from reinforge.core.aio import together
 from reinforge.core.engine import Completion, Sampling, StreamingEngine
 from reinforge.core.sample import Stop
@@ -28,26 +31,32 @@ class PartialCompletion:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     stop: Stop | None = None
+    # those of the last piece: what came before a cut was its prompt, and is in them
+    routes: Tensor | None = None
 
     def add(
         self,
         tokens: Sequence[int],
         logprobs: Sequence[float],
         versions: Sequence[int],
-        stop: Stop | None,
+        done: Completion | None,
     ) -> None:
         self.tokens += tokens
         self.logprobs += logprobs
         self.versions += versions
-        self.stop = stop
+        if done is not None:
+            self.stop = done.stop
+            self.routes = done.routes
 
     def whole(self) -> Completion:
         assert self.stop is not None
-        return Completion(list(self.tokens), list(self.logprobs), list(self.versions), self.stop)
+        return Completion(
+            list(self.tokens), list(self.logprobs), list(self.versions), self.stop, self.routes
+        )
 
     def copy(self) -> PartialCompletion:
         return PartialCompletion(
-            list(self.tokens), list(self.logprobs), list(self.versions), self.stop
+            list(self.tokens), list(self.logprobs), list(self.versions), self.stop, self.routes
         )
 
 
@@ -161,8 +170,8 @@ class ResumableEngine:
     ) -> None:
         """Lets the completions grow to their ends. What came before a cut is in them."""
 
-        def add(i: int, new: list[int], logprobs: list[float], stop: Stop | None) -> None:
-            completions[i].add(new, logprobs, [self.engine.version] * len(new), stop)
+        def add(i: int, new: list[int], logprobs: list[float], done: Completion | None) -> None:
+            completions[i].add(new, logprobs, [self.engine.version] * len(new), done)
 
         await self.engine.generate(tokens, params, key=key, n=len(completions), on_tokens=add)
 
@@ -207,11 +216,16 @@ def requests_from_json(saved: dict[str, Any]) -> RequestsByGroup:
 
 def _to_json(completion: PartialCompletion) -> list[Any]:
     stop = None if completion.stop is None else str(completion.stop)
-    return [completion.tokens, completion.logprobs, completion.versions, stop]
+    taken = routes.to_json(completion.routes)
+    return [completion.tokens, completion.logprobs, completion.versions, stop, taken]
 
 
 def _from_json(saved: list[Any]) -> PartialCompletion:
-    tokens, logprobs, versions, stop = saved
+    tokens, logprobs, versions, stop, *taken = saved  # older checkpoints have no routes
     return PartialCompletion(
-        list(tokens), list(logprobs), list(versions), None if stop is None else Stop(stop)
+        list(tokens),
+        list(logprobs),
+        list(versions),
+        None if stop is None else Stop(stop),
+        routes.from_json(taken[0]) if taken else None,
     )

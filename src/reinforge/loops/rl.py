@@ -30,6 +30,7 @@ from reinforge.core.sample import Group, Sample
 from reinforge.core.signal import signal_share, why_masked, with_signal
 from reinforge.core.threads import in_thread
 from reinforge.loops.critic import Critic
+from reinforge.loops.expert_load import ExpertLoad
 from reinforge.loops.open_step import PreparedStep, RunStep
 from reinforge.loops.ptx import PretrainingMix
 from reinforge.loops.run import Run
@@ -65,6 +66,7 @@ class RLTrainer:
         default_factory=lambda: RewardNormalization({})
     )  # statistics of rewards
     ptx: PretrainingMix | None = None  # pre-training text in every optimizer step of the policy
+    experts: ExpertLoad = field(default_factory=ExpertLoad)
     skip_idle: bool = True  # rows without gradient are not computed
     tracer: Tracer | None = None  # records for people what steps did
     kept: KeptRollouts | None = None  # where the rollouts of every step are kept, if they are
@@ -272,7 +274,8 @@ class RLTrainer:
         report = self.backend.step()
         updates.policy.append(report)
         updates.processed.append(sum(b.n_tokens for b in minibatch))
-        return {**value.finish(corrections.finish(metrics)), **report.metrics()}
+        metrics = self.experts.finish(value.finish(corrections.finish(metrics)))
+        return {**metrics, **report.metrics()}
 
     def _count(self, batches: list[Batch], rollout_batch: RolloutBatch) -> Metrics:
         """Sampled, replayed and given tokens are trained or dropped, and the books balance."""

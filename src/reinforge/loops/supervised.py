@@ -6,13 +6,14 @@ The loss is passed in; it knows no names.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reinforge.core.backend import Backend, Loss
 from reinforge.core.batch import Totals
 from reinforge.core.metrics import Metrics, average
 from reinforge.core.prepare import prepared
 from reinforge.core.sample import Sample
+from reinforge.loops.expert_load import ExpertLoad
 from reinforge.loops.open_step import PreparedStep, RunStep
 from reinforge.loops.ptx import PretrainingMix
 from reinforge.loops.run import Run
@@ -36,6 +37,7 @@ class SupervisedTrainer:
     row: Callable[[int], Sequence[Sample]]
     rows_per_step: int
     ptx: PretrainingMix | None = None  # pre-training text beside the rows
+    experts: ExpertLoad = field(default_factory=ExpertLoad)
 
     async def steps(self) -> AsyncGenerator[RunStep, None]:
         """The run. Every step comes twice: open, when it has its rows, and done."""
@@ -71,7 +73,7 @@ class SupervisedTrainer:
                     found |= self.ptx.add()
                 report = self.backend.step()
                 reports.append(report)
-                metrics = average([found | report.metrics()])
+                metrics = average([self.experts.finish(found) | report.metrics()])
                 run.counters["updates"] = run.counters.get("updates", 0) + 1
         trained = sum(b.n_trained for b in batches)
         processed = sum(b.n_tokens for b in batches)

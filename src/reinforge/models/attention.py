@@ -27,6 +27,7 @@ from reinforge.core.arrays import to_device
 from reinforge.core.errors import InputError
 from reinforge.models import fp8
 from reinforge.models.attention_rule import AttentionRule
+from reinforge.models.route_store import RouteStore
 
 NAME = "reinforge"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -607,6 +608,7 @@ class KVCache:
     block_size: int
     # of FP8 keys and values: [blocks, K, block_size] float32 for each layer; None: not in FP8
     scales: list[tuple[Tensor, Tensor]] | None = None
+    routes: RouteStore | None = None  # where the tokens went, of a mixture of experts
 
     @classmethod
     def allocate(
@@ -651,10 +653,11 @@ class KVCache:
     def tensors(self) -> list[Tensor]:
         """All that it holds, a block after the other, as numbers that can be copied."""
         parts = [*self.keys, *self.values]
+        kept = [] if self.routes is None else [self.routes.kept]
         if self.scales is None:
-            return parts
+            return [*parts, *kept]
         whole = [part.view(torch.uint8) for part in parts]
-        return [*whole, *(scale for pair in self.scales for scale in pair)]
+        return [*whole, *(scale for pair in self.scales for scale in pair), *kept]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Puts k, v [N, K, D] at flat positions `slots` [N] (block * block_size + offset). Returns
@@ -785,6 +788,13 @@ class PagedLayout:
         """Positions that there are at most."""
         return self.tables.shape[1] * self.cache.block_size
 
+    @property
+    def slots(self) -> Tensor:
+        """[B] int64: where the new tokens go."""
+        size = self.cache.block_size
+        block = self.tables.gather(1, (self.cached // size)[:, None])[:, 0]
+        return block * size + self.cached % size
+
     def attend(
         self,
         layer: int,
@@ -818,8 +828,7 @@ class PagedLayout:
                 q = rotate(q, cos, sin)
                 k = rotate(k, cos, sin)
                 rope = None
-            block = self.tables.gather(1, (self.cached // size)[:, None])[:, 0]
-            self.cache.write(layer, block * size + self.cached % size, k, v)
+            self.cache.write(layer, self.slots, k, v)
         if kernel:
             from reinforge.models.kernels.paged_attention import paged_decode
 

@@ -1,23 +1,20 @@
-"""The load-balancing loss of a mixture of experts: what keeps its router from sending everything to
-a few of them.
+"""The losses of a mixture's routers: what keeps them from sending everything to a few experts, and
+their logits from growing.
 
-    L = E sum over experts e of f_e P_e
+    balance  E sum over experts e of f_e P_e
+    z        mean over tokens and blocks of (log sum over e of exp(logit_e))^2
 
 f_e: assignments to expert e per token, P_e: the mean of the router's probability of e, both over
-all tokens of a forward and all layers together (Switch Transformer, 2101.03961, equations 4 to 6).
-It is transformers' own function of the router's logits.
+all tokens of a forward and all blocks together (Switch Transformer, 2101.03961, equations 4 to 6;
+ST-MoE, 2202.08906, equation 5). Where the scores of experts are sigmoids, a probability is the
+share of its score (DeepSeek-V3, 2412.19437, equation 18).
 
-Legend: N tokens of a pack, E experts.
+Legend: N tokens of a pack, L blocks of experts, E experts, k of them for a token.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,96 +22,90 @@ from torch import Tensor
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
+from reinforge.models.routing import BlockChoice, Routers
 
-KEY = "train.router_aux_loss"
-FORGOTTEN = 0.01  # of an even share: an expert that learns nothing any more
-# of transformers' function; that of one architecture has others
-ARGUMENTS = ["gate_logits", "num_experts", "top_k"]
+BALANCE = "train.router_aux_loss"
+Z = "train.router_z_loss"
 
 
 @dataclass(frozen=True)
-class LoadBalanceLoss:
-    """The loss of one model, and its coefficient."""
+class RouterLoss:
+    """The losses of one model's routers, by their coefficients. A backend adds them to those of a
+    micro-batch.
+    """
 
-    model: CausalModel
-    coefficient: float
-    function: Callable[..., Tensor]  # of logits [N, E] of every layer, E, experts per token
+    routers: Routers
+    balance: float
+    z: float
 
     @classmethod
-    def of(cls, model: PackedModel, asked: float | None) -> LoadBalanceLoss | None:
-        """`asked` is the coefficient; None: what the model's own config says
-        (`output_router_logits`, `router_aux_loss_coef`). With 0 the router is only watched. None
-        comes back where there is no such loss. A critic and a reward model have none, as in
-        transformers.
+    def of(
+        cls, model: PackedModel, routers: Routers | None, balance: float | None, z: float
+    ) -> RouterLoss | None:
+        """`balance`: None is what the model's own config says (`output_router_logits`,
+        `router_aux_loss_coef`). None comes back where there is nothing to add. A critic and a
+        reward model have none, as in transformers.
         """
-        plain = model.plain
-        function = getattr(sys.modules[type(plain).__module__], "load_balancing_loss_func", None)
-        able = (
-            isinstance(model, CausalModel)
-            and function is not None
-            and list(signature(function).parameters)[:3] == ARGUMENTS
-        )
-        if asked and not able:
+        asked = next((key for key, c in ((BALANCE, balance), (Z, z)) if c), None)
+        if asked and (routers is None or not isinstance(model, CausalModel)):
             raise InputError(
-                f"{type(plain).__name__} has no load-balancing loss of its router.",
-                where=KEY,
-                fix=(
-                    "Leave it out, or train a mixture-of-experts model that transformers has the"
-                    " loss for."
-                ),
+                f"{type(model.plain).__name__} has no experts whose router could have a loss.",
+                where=asked,
+                fix="Leave it out, or train a mixture of experts.",
             )
-        wanted = able and getattr(model.config, "output_router_logits", False)
-        said = getattr(plain, "router_aux_loss_coef", 0.0) if wanted else 0.0
-        coefficient = float(said if asked is None else asked)
-        if not able or (not coefficient and model.slices is not None):
+        if routers is None or not isinstance(model, CausalModel):
+            return None
+        said = (
+            getattr(model.config, "router_aux_loss_coef", None)
+            if getattr(model.config, "output_router_logits", False)
+            else None
+        )
+        coefficient = float((said or 0.0) if balance is None else balance)
+        if not coefficient and not z:
             return None
         if model.slices is not None:
             raise InputError(
                 "the router's load is that of whole packs, and sequence parallelism cuts them.",
-                where=KEY,
+                where=asked or BALANCE,
                 fix="Set it to 0, or train.sequence_parallel=1.",
             )
-        assert isinstance(model, CausalModel) and function is not None
-        return cls(model, coefficient, function)
+        return cls(routers, coefficient, z)
 
-    @contextmanager
-    def watched(self) -> Iterator[list[Tensor]]:
-        """Inside, the router's logits [N, E] of every layer are put into the list that
-        is yielded.
+    def terms(self) -> dict[str, tuple[float, Tensor]]:
+        """By the name of its metric: the coefficient and the value of each loss, of the forward
+        that the routers have seen.
         """
-        found: list[Tensor] = []
+        self._check()
+        found = {}
+        if self.balance:
+            found["train/router_aux_loss"] = (self.balance, balance_loss(self.routers.choices))
+        if self.z:
+            found["train/router_z_loss"] = (self.z, z_loss(self.routers.choices))
+        return found
 
-        def ask(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return args, {**kwargs, "output_router_logits": True}
-
-        def keep(_: Any, args: Any, out: Any) -> None:
-            found.extend(out.router_logits or ())
-
-        hooks = [
-            self.model.trunk.register_forward_pre_hook(ask, with_kwargs=True),
-            self.model.trunk.register_forward_hook(keep),
-        ]
-        try:
-            yield found
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def dead(self, logits: list[Tensor]) -> Tensor:
-        """The share of experts, over all layers, that the router gives less than a hundredth of an
-        even share of its probability on average.
-        """
-        means = torch.stack([each.detach().float().softmax(-1).mean(0) for each in logits])
-        return (means * means.shape[-1] < FORGOTTEN).float().mean()
-
-    def loss(self, logits: list[Tensor]) -> Tensor:
-        """A number, without the coefficient."""
-        plain = self.model.plain
-        if not logits:
+    def _check(self) -> None:
+        if any(c.taken is None or c.logits is None for c in self.routers.choices):
             raise InputError(
-                f"{type(plain).__name__} does not say how it routes its tokens, so their load"
-                " cannot be balanced.",
-                where=KEY,
+                f"{self.routers.model} does not say how it routes its tokens, so their load cannot"
+                " be balanced.",
+                where=BALANCE if self.balance else Z,
                 fix="Set it to 0.",
             )
-        return self.function(tuple(logits), plain.num_experts, plain.num_experts_per_tok)
+
+
+def balance_loss(choices: list[BlockChoice]) -> Tensor:
+    """A number: k where the load is even. All blocks have the same number of experts."""
+    shares = []
+    loads = []
+    for choice in choices:
+        assert choice.logits is not None and choice.taken is not None
+        shares.append(choice.probabilities())
+        loads.append(torch.zeros_like(shares[-1]).scatter_(1, choice.taken, 1.0))
+    share, load = torch.cat(shares).mean(0), torch.cat(loads).mean(0)
+    return (share * load).sum() * share.shape[0]
+
+
+def z_loss(choices: list[BlockChoice]) -> Tensor:
+    """A number: how large the routers' logits are, all blocks together."""
+    logits = torch.cat([choice.logits for choice in choices if choice.logits is not None])
+    return logits.float().logsumexp(-1).square().mean()

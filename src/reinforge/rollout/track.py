@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from reinforge.core import routes
 from reinforge.core.arrays import floats, ints
 from reinforge.core.engine import Completion
 from reinforge.core.sample import Sample
@@ -28,6 +30,8 @@ class TokenTrack:
     versions: list[int] = field(default_factory=list)  # -1 where not sampled
     rewards: dict[int, float] = field(default_factory=dict)  # by position
     prompt: int = 0  # tokens before the first turn
+    # where the newest turn and all before it went, of a mixture of experts
+    routes: Tensor | None = None
 
     def give(self, ids: Sequence[int]) -> None:
         self.tokens += ids
@@ -41,6 +45,8 @@ class TokenTrack:
         self.trained += [True] * len(completion.tokens)
         self.logprobs += completion.logprobs
         self.versions += completion.versions
+        if completion.routes is not None and len(completion.routes) == len(self.tokens) - 1:
+            self.routes = completion.routes  # those of the turns before are in it
 
     @property
     def sampled(self) -> list[int]:
@@ -56,6 +62,11 @@ class TokenTrack:
             token_rewards = torch.zeros(len(self.tokens))
             for position, reward in self.rewards.items():
                 token_rewards[position] += reward_weight * reward
+        if self.routes is not None:
+            more["extras"] = {
+                **more.get("extras", {}),
+                routes.NAME: routes.padded(self.routes, len(self.tokens)),
+            }
         return Sample(
             uid=uid,
             group=group,

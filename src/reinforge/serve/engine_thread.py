@@ -91,8 +91,9 @@ class EngineThread:
                 here.call_soon_threadsafe(queue.put_nowait, item)
 
         def on_tokens(
-            prompt: int, i: int, tokens: list[int], logprobs: list[float], stop: Stop | None
+            prompt: int, i: int, tokens: list[int], logprobs: list[float], done: Completion | None
         ) -> None:
+            stop = None if done is None else done.stop
             put(AnswerPiece(prompt * n + i, tokens, logprobs, stop))
 
         futures = [

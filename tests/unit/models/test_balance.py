@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from helpers.split_backends import LENGTHS, summed
+from helpers.toy_architectures import make_architecture
 from helpers.toys import ToyTokenizer, gradients, make_module, make_samples, relative, train_config
 from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.backends.distributed.ranks import Ranks
@@ -19,19 +21,27 @@ from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.backends.local import LocalBackend
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.load import config_from_dict
+from reinforge.core import routes
 from reinforge.core.batch import Totals, pack
 from reinforge.core.errors import InputError
+from reinforge.loops.expert_load import ExpertLoad
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.models.scalar import ScalarModel
 
 # large: what is forgotten is seen
 SAID = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-KINDS = ("mixtral", "qwen2_moe")
+KINDS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
 
 
 def experts(kind: str, **changes: Any) -> Any:
-    return make_module(kind, **{**SAID, **changes})
+    said = {**SAID, **changes}
+    if kind not in ("olmoe", "gpt_oss"):
+        return make_module(kind, **said)
+    module = make_architecture(kind)
+    module.config.update(said)
+    module.router_aux_loss_coef = said["router_aux_loss_coef"]
+    return module
 
 
 def backend_of(module: Any, **changes: Any) -> LocalBackend:
@@ -139,8 +149,7 @@ def test_a_shared_prompt_is_routed_once() -> None:
     module = experts("mixtral")
     own = module(input_ids=torch.stack([r.tokens for r in rows]), use_cache=False).router_logits
     once = [torch.cat([logits[:14], logits[14 + 6 :]]) for logits in own]
-    assert backend.balance is not None
-    want = float(backend.balance.loss(once))
+    want = load_balancing_loss_func(tuple(once), 4, 2).item()
     assert one_pass(backend, rows, share=True)["train/router_aux_loss"] == pytest.approx(
         want, abs=2e-6
     )
@@ -186,16 +195,20 @@ def test_experts_that_the_router_forgot_are_counted_whether_its_load_is_balanced
     them: the other two of four experts are dead, in one of two layers.
     """
     samples = make_samples([14, 9, 20])
+
+    def told(module: Any, coefficient: float) -> Any:
+        return one_pass(backend_of(module, router_aux_loss=coefficient), samples, 1)
+
     for coefficient in (0.0, 0.5):
-        backend = backend_of(experts("mixtral"), router_aux_loss=coefficient)
-        assert one_pass(backend, samples, 1)["experts/dead"] == 0
-        module = experts("mixtral")
+        plain = told(experts("mixtral", num_experts_per_tok=1), coefficient)
+        assert ExpertLoad().finish(plain)["experts/dead"] == 0
+        module = experts("mixtral", num_experts_per_tok=1)
         gates = [p for name, p in module.named_parameters() if name.endswith("gate.weight")]
         assert len(gates) == 2
         with torch.no_grad():
             gates[1][0] *= 1000
             gates[1][1] = -gates[1][0]
-        metrics = one_pass(backend_of(module, router_aux_loss=coefficient), samples, 1)
+        metrics = ExpertLoad().finish(told(module, coefficient))
         assert metrics["experts/dead"] == pytest.approx(0.25)
         assert ("train/router_aux_loss" in metrics) == bool(coefficient)
 
@@ -212,10 +225,10 @@ def test_an_evaluation_is_the_loss_alone() -> None:
 
 def test_what_has_no_router_refuses_it() -> None:
     with pytest.raises(
-        InputError, match=r"train\.router_aux_loss.*LlamaForCausalLM has no load-balancing loss"
+        InputError, match=r"train\.router_aux_loss.*LlamaForCausalLM has no experts"
     ):
         backend_of(make_module("llama"), router_aux_loss=0.1)
-    assert backend_of(make_module("llama"), router_aux_loss=0.0).balance is None
+    assert backend_of(make_module("llama"), router_aux_loss=0.0).experts.loss is None
     with pytest.raises(
         InputError, match=r"train\.router_aux_loss: a reward model has no load-balancing loss"
     ):
@@ -230,7 +243,7 @@ def test_what_has_no_router_refuses_it() -> None:
         )
     # as in transformers: a classifier has none
     critic = ScalarModel.on_trunk(experts("mixtral"), ToyTokenizer())
-    assert LocalBackend(critic, train_config(), total_steps=1).balance is None
+    assert LocalBackend(critic, train_config(), total_steps=1).experts.loss is None
 
 
 @pytest.fixture(scope="module")
@@ -243,14 +256,24 @@ def loaded() -> CausalModel:
     return CausalModel(experts("qwen2_moe"))
 
 
-def test_two_ranks_give_the_gradient_of_one(ranks: Ranks) -> None:
-    """The same micro-batches, dealt to two processes: the same loss and gradient."""
-    samples = make_samples(LENGTHS)
-    local = LocalBackend(loaded(), train_config(), total_steps=10)
-    sharded = FsdpBackend(ranks, loaded, train_config(backend="fsdp"), total_steps=10)
+@pytest.mark.parametrize("replay", ["off", "on"])
+def test_two_ranks_give_the_gradient_of_one(ranks: Ranks, replay: str) -> None:
+    """The same micro-batches, dealt to two processes: the same loss and gradient, with tokens that
+    go to given experts too.
+    """
+    chosen = torch.tensor([[[0, 3]], [[2, 1]]]).repeat(50, 2, 1)
+    samples = [
+        s.with_(extras={routes.NAME: routes.narrow(chosen[: len(s.tokens)], 4)})
+        for s in make_samples(LENGTHS)
+    ]
+    local = LocalBackend(loaded(), train_config(router_replay=replay), total_steps=10)
+    sharded = FsdpBackend(
+        ranks, loaded, train_config(backend="fsdp", router_replay=replay), total_steps=10
+    )
     metrics, again = (one_pass(backend, samples, 1) for backend in (local, sharded))
     assert again == pytest.approx(metrics, abs=1e-5) and metrics["train/router_aux_loss"] > 0.1
     assert relative(sharded.ranks.call(sharded.id, summed)[0], gradients(local)) < 1e-5
+    assert (metrics.get("experts/disagreement", 0.0) > 0.5) == (replay == "on")
     sharded.close()
 
 
@@ -266,9 +289,62 @@ def test_cut_packs_refuse_it(ranks: Ranks) -> None:
         make()
 
 
+@pytest.mark.parametrize("kind", ["granitemoe", "deepseek_v3"])
+def test_routers_that_transformers_does_not_ask(kind: str) -> None:
+    """Granite's config has a coefficient and its model tells no logits; DeepSeek's scores are
+    sigmoids. By hand.
+    """
+    model = CausalModel(make_architecture(kind))
+    backend = LocalBackend(model, train_config(router_aux_loss=0.3), total_steps=10)
+    samples = make_samples([14, 9])
+    found = one_pass(backend, samples)
+    routers = [part for part in model.trunk.modules() if "Router" in type(part).__name__]
+    seen: list[torch.Tensor] = []
+    for router in routers:
+        router.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
+    (packed,) = pack(samples, 1000)
+    model.states(packed)
+    assert len(seen) == len(routers) > 0
+    share, load = [], []
+    for router, hidden in zip(routers, seen, strict=True):
+        logits = hidden @ router.weight.T
+        scores = logits.sigmoid() if kind == "deepseek_v3" else logits.softmax(-1)
+        share.append(scores / scores.sum(-1, keepdim=True))
+        load.append(torch.zeros_like(scores).scatter(1, scores.topk(2).indices, 1.0))
+    want = 4 * (torch.cat(share).mean(0) * torch.cat(load).mean(0)).sum()
+    assert found["train/router_aux_loss"] == pytest.approx(want.item(), abs=1e-5)
+    assert all(router.weight.grad.abs().max() > 1e-5 for router in routers)
+
+
+def test_the_square_of_the_logits() -> None:
+    """ST-MoE's loss of the router: its value and its gradient."""
+    samples = make_samples([14, 9])
+    with_it, without = (
+        backend_of(experts("mixtral"), router_aux_loss=0.0, router_z_loss=c) for c in (0.5, 0.0)
+    )
+    metrics, plain = one_pass(with_it, samples), one_pass(without, samples)
+    module = experts("mixtral")
+    own = [
+        module(input_ids=s.tokens[None], use_cache=False, output_router_logits=True).router_logits
+        for s in samples
+    ]
+    want = torch.cat([logits for row in own for logits in row]).logsumexp(-1).square().mean()
+    assert metrics["train/router_z_loss"] == pytest.approx(want.item(), rel=1e-5)
+    assert metrics["train/loss"] - plain["train/loss"] == pytest.approx(0.5 * want.item(), rel=1e-4)
+    (0.5 * want).backward()
+    added = {
+        name: gradient - gradients(without)[name] for name, gradient in gradients(with_it).items()
+    }
+    expected = {name: p.grad for name, p in module.named_parameters() if name in added}
+    routers = [name for name in expected if name.endswith("gate.weight")]
+    assert routers
+    for name in routers:
+        assert torch.allclose(added[name], expected[name], atol=1e-5)
+
+
 def test_a_router_that_says_nothing_of_its_load_is_refused_by_name() -> None:
-    backend = backend_of(make_module("granite_moe"), router_aux_loss=0.01)
+    backend = backend_of(make_architecture("phimoe"), router_aux_loss=0.01)
     with pytest.raises(
-        InputError, match="GraniteMoeForCausalLM does not say how it routes.*Set it to 0"
+        InputError, match="PhimoeForCausalLM does not say how it routes.*Set it to 0"
     ):
         one_pass(backend, make_samples([9, 6]))

@@ -146,6 +146,26 @@ FEATURES = (
         _cells(reward=No("a reward model has no load-balancing loss", "remove it")),
     ),
     Feature(
+        "Loss of a router's logits",
+        "train.router_z_loss",
+        lambda c: bool(c.train.router_z_loss),
+        _cells(reward=No("a reward model has no loss of its routers", "remove it")),
+    ),
+    Feature(
+        "Biases of routers that follow the load",
+        "train.router_bias_rate",
+        lambda c: bool(c.train.router_bias_rate),
+        _cells(reward=No("a reward model's routers stay as they are", "remove it")),
+    ),
+    Feature(
+        "The experts of the sampled tokens (router replay)",
+        "train.router_replay",
+        lambda c: c.train.router_replay != "off",
+        _where_sampled(
+            No("{algorithm} samples nothing whose experts could be kept", "remove it"),
+        ),
+    ),
+    Feature(
         "Loss on all tokens of a row",
         "data.loss_on",
         lambda c: c.data.loss_on == "all",

@@ -115,6 +115,12 @@ FEATURES = (
         _cells(local=YES, fsdp=ONE_PROCESS, deepspeed=ONE_PROCESS, megatron=ONE_PROCESS),
     ),
     Feature(
+        "Biases of routers that follow the load",
+        "train.router_bias_rate",
+        lambda c: bool(c.train.router_bias_rate),
+        _cells(local=YES, fsdp=ONE_PROCESS, deepspeed=ONE_PROCESS, megatron=ONE_PROCESS),
+    ),
+    Feature(
         "Training with products in FP8",
         "train.precision",
         lambda c: c.train.precision == "fp8",

@@ -23,6 +23,9 @@ OTHER_GRAMMARS = No(
     "the trainer would have to repeat what the grammar of {engine} allowed at every token",
     "set rollout.engine=native, or set it under eval",
 )
+OTHER_EXPERTS = No(
+    "{engine} is not asked where its tokens went", "set rollout.engine=native, or leave it out"
+)
 NO_SLEEP = No("{engine} cannot give memory back", "set engine.sleep=never, or leave it out")
 NO_KEY = No("{engine} asks for no key", "leave it out")
 NO_DRAFTS = No(
@@ -121,6 +124,12 @@ def _features(servers: Servers) -> tuple[Feature, ...]:
             "rollout.structured",
             lambda c: c.rollout.structured is not None,
             cells(native=YES, started=OTHER_GRAMMARS, running=OTHER_GRAMMARS),
+        ),
+        Feature(
+            "The experts of the sampled tokens (router replay)",
+            "train.router_replay",
+            lambda c: c.train.router_replay != "off",
+            cells(native=YES, started=OTHER_EXPERTS, running=OTHER_EXPERTS),
         ),
         Feature(
             "A server that sleeps",

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from reinforge.core.arrays import floats, ints, to_device
 from reinforge.core.engine import Completion, Sampling
-from reinforge.core.sample import Stop
 from reinforge.engines.native.blocks import CacheHolding
 from reinforge.engines.native.drafts import NOTHING, AnswerMemory, Kin, look_up, padded, room_for
 from reinforge.engines.native.sampler import draw, uniform
@@ -36,8 +35,8 @@ from reinforge.models.state import RowStates, StateStore
 NEVER = -1  # pads lists of stop tokens: no token has this id
 FREE = [1.0, 0.0, 0.0]  # top_p, top_k and min_p that drop nothing
 GraphKey = tuple[int, int, int, bool, bool, int, int, int]
-# new tokens, their log-probs, and why it ended there
-Listener = Callable[[list[int], list[float], Stop | None], None]
+# new tokens, their log-probs, and the whole where it ended
+Listener = Callable[[list[int], list[float], Completion | None], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -342,6 +341,8 @@ class DecodeBatch:
         if fused is None:
             kept = None if states is None else RowStates(states, rows.slots)
             hidden = model.hidden(rows.newest, rows.cached, layout, kept)
+            if cache.routes is not None:
+                cache.routes.keep(layout.slots)
         else:
             hidden = fused.hidden(rows.newest, layout)
         picked, logprobs = rows.draw(model, hidden)

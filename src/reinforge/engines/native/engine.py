@@ -66,6 +66,8 @@ from reinforge.models.fp8_layers import Fp8Layers
 from reinforge.models.fused_linear import join
 from reinforge.models.grammars import Grammars, Matcher
 from reinforge.models.head import FORBIDDEN, LogitRule, chunk_rows, permitted
+from reinforge.models.route_store import RouteStore
+from reinforge.models.routing import Routers
 from reinforge.models.state import PackedStates, StateStore
 
 # decode steps for which blocks must be free before somebody enters, so that nobody has to leave
@@ -94,12 +96,14 @@ class NativeEngine:
         speculation: Speculation | None = None,
         precision: Precision = "model",
         cache_precision: Precision = "model",
+        routes: bool = False,
     ):
         """`longest` is the longest sequence to expect, prompt and completion: with it the cache is
         no larger than it needs to be. `share`: what it must leave of its GPU to others.
         `prefix_cache`: what was computed under the same weights is found again, as when a
         conversation goes on. `speculation`: when a step verifies drafts. `precision`: of the
-        products of the decoder layers; `cache_precision`: of keys and values.
+        products of the decoder layers; `cache_precision`: of keys and values. `routes`: completions
+        of a mixture tell which experts their tokens went to.
         """
         self.model = model
         self.max_batch = max_batch
@@ -119,9 +123,12 @@ class NativeEngine:
             join(model.module)
         self.version = 0
         self.stats = GenerationStats()
+        # what is asked where the tokens went; None: nobody wants to know
+        self.routers = Routers.of(model) if routes else None
         seen = PackedStates([1], model.device) if model.mixers else None
-        with self._plainly():
+        with self._plainly(), self._watched():
             self.shapes = cache_shapes(model, seen)
+            self.route_shape = None if self.routers is None else self.routers.shape()
         # of the states that layers keep of a sequence
         self.state_shapes = {} if seen is None else seen.shapes
         if model.mixers:
@@ -189,7 +196,12 @@ class NativeEngine:
         )
 
     def _block_bytes(self) -> int:
-        return self.block * KVCache.token_bytes(self.shapes, self.cache_dtype)
+        routed = 0 if self.route_shape is None else self.route_shape.token_bytes
+        return self.block * (KVCache.token_bytes(self.shapes, self.cache_dtype) + routed)
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """Inside, it is known where tokens go, if that is wanted."""
+        return nullcontext() if self.routers is None else self.routers.watched()
 
     def _plainly(self) -> AbstractContextManager[None]:
         """Inside, the module computes in its own precision, whatever the trainer's is."""
@@ -482,6 +494,14 @@ class NativeEngine:
                 self.cache = KVCache.allocate(
                     self.shapes, self.blocks + 1, self.block, self.cache_dtype, self.model.device
                 )
+                if self.routers is not None and self.route_shape is not None:
+                    self.cache.routes = RouteStore.allocate(
+                        self.route_shape,
+                        self.routers.taken,
+                        self.blocks + 1,
+                        self.block,
+                        self.model.device,
+                    )
                 if self.state_shapes:
                     self.states = StateStore(self.state_shapes, self.slots, self.model.device)
                 return
@@ -517,7 +537,7 @@ class NativeEngine:
             await self.wake()
             while self._busy():
                 start = time.monotonic()
-                with self._computing():
+                with self._computing(), self._watched():
                     self._round()
                 self.stats.seconds += time.monotonic() - start
                 await asyncio.sleep(0)
@@ -792,10 +812,11 @@ class NativeEngine:
             elif len(sequence.tokens) >= sequence.params.max_new_tokens:
                 whole = sequence.matcher is not None and sequence.matcher.complete
                 stop = Stop.EOS if whole else Stop.LENGTH
+            done = None if stop is None else self._completion(sequence, stop)
             if sequence.listener is not None:
-                sequence.listener(tokens[:count], logprobs[:count], stop)
-            if stop is not None:
-                self._finish(sequence, stop)
+                sequence.listener(tokens[:count], logprobs[:count], done)
+            if done is not None:
+                self._finish(sequence, done)
 
     def _advance(self, sequence: LiveSequence, matcher: Matcher) -> bool:
         """Tells the matcher the newest token. An answer that has come to a dead end fails alone."""
@@ -823,15 +844,19 @@ class NativeEngine:
         tail = self.model.tokenizer.decode(tokens[-(longest + 4) :])
         return any(s in tail for s in params.stop_strings)
 
-    def _finish(self, sequence: LiveSequence, stop: Stop) -> None:
+    def _completion(self, sequence: LiveSequence, stop: Stop) -> Completion:
+        routes = None
+        if self.cache is not None and self.cache.routes is not None:
+            routes = self.cache.routes.of(sequence.held.blocks, sequence.cached)
+        return Completion(sequence.tokens, sequence.logprobs, sequence.versions, stop, routes)
+
+    def _finish(self, sequence: LiveSequence, done: Completion) -> None:
         self._remember(sequence)
         if self.speculation is not None:
             self.answers.add(sequence.kin, sequence.prompt, sequence.tokens)
             self._answered.add(sequence.kin)
         sequence.held.give_back(self.pool)
-        sequence.future.set_result(
-            Completion(sequence.tokens, sequence.logprobs, sequence.versions, stop)
-        )
+        sequence.future.set_result(done)
 
     def _remember(self, sequence: LiveSequence) -> None:
         if self.prefix_cache:  # the newest token was never fed, so it is not in the cache

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from reinforge.core import routes
 from reinforge.core.engine import Completion
 from reinforge.core.env import Message
 from reinforge.core.sample import Stop
@@ -132,6 +133,7 @@ class Recording:
                 "logprobs": t.completion.logprobs,
                 "versions": t.completion.versions,
                 "stop": str(t.completion.stop),
+                "routes": routes.to_json(t.completion.routes),
             }
             for t in self.turns
         ]
@@ -145,7 +147,13 @@ class Recording:
                 Turn(
                     parent,
                     r["given"],
-                    Completion(r["tokens"], r["logprobs"], r["versions"], Stop(r["stop"])),
+                    Completion(
+                        r["tokens"],
+                        r["logprobs"],
+                        r["versions"],
+                        Stop(r["stop"]),
+                        routes.from_json(r.get("routes")),
+                    ),
                 )
             )
         return out
