@@ -58,7 +58,7 @@ def reference() -> str:
         shared = load_table("training_arguments").rows if name != "training_arguments" else ()
         rows = [row for row in table.rows if row not in shared]
         title = "TrainingArguments" if name == "training_arguments" else table.library
-        parts.append(f"## {title}\n\nRead from version {table.seen}.\n")
+        parts.append(f"## {title}\n\nRead from {table.seen}.\n")
         parts.append(
             "\n".join(
                 ["| theirs | here | what differs, or why not |", "|---|---|---|", *map(_line, rows)]
