@@ -48,7 +48,7 @@ def migrate(
         bool, typer.Option("--json", help="Print configuration and notes as JSON.")
     ] = False,
 ) -> None:
-    """Make a configuration of a file that was written for another library.
+    """Make a configuration of a script or file of TRL, veRL, OpenRLHF, LLaMA-Factory or NeMo-RL.
 
     Nothing in the file is run. What every key became is told: mapped, something else here, nothing
     to set, no counterpart, or not known.

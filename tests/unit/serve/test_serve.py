@@ -665,9 +665,10 @@ def says(service: ModelService, monkeypatch: pytest.MonkeyPatch, text: str) -> l
             *service.tokenizer(text, add_special_tokens=False).input_ids,
             service.tokenizer.eos_token_id,
         ]
+        done = Completion(ids, [-0.5] * len(ids), [0] * len(ids), Stop.EOS)
         for i, token in enumerate(ids):
-            on_tokens(0, [token], [-0.5], Stop.EOS if i + 1 == len(ids) else None)
-        return [Completion(ids, [-0.5] * len(ids), [0] * len(ids), Stop.EOS)]
+            on_tokens(0, [token], [-0.5], done if i + 1 == len(ids) else None)
+        return [done]
 
     monkeypatch.setattr(service.engine.engine, "generate", generate)
     return seen
