@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from reinforge.config.train import TrainConfig
@@ -88,9 +87,8 @@ class TrainedExperts:
     def _loads(self, routers: Routers, share: float) -> LossMetrics:
         """[E] of every block: the shares of all assignments."""
         return {
-            f"experts/{i}/load": _counts(choice.taken, choice.experts) * share
-            for i, choice in enumerate(routers.choices)
-            if choice.taken is not None
+            f"experts/{i}/load": counts / counts.sum().clamp(min=1) * share
+            for i, counts in enumerate(choice.counts() for choice in routers.choices)
         }
 
     def _disagreement(self, routers: Routers, share: float) -> LossMetrics:
@@ -101,10 +99,3 @@ class TrainedExperts:
         known = (given != OPEN).all(-1)
         other = differs(given, routers.own()) & known
         return {DISAGREEMENT: other.sum() / known.sum().clamp(min=1) * share}
-
-
-def _counts(taken: Tensor, experts: int) -> Tensor:
-    """[E] share of the assignments [N, k] that each expert got."""
-    flat = taken.reshape(-1)
-    ones = torch.ones_like(flat, dtype=torch.float64)
-    return ones.new_zeros(experts).scatter_add(0, flat, ones) / max(1, flat.numel())

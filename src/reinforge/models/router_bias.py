@@ -70,9 +70,7 @@ class RouterBias:
         """The tokens of the forward that the routers have seen."""
         for block, choice in zip(self.blocks, routers.choices, strict=True):
             if choice.taken is not None:
-                flat = choice.taken.reshape(-1)
-                ones = torch.ones_like(flat, dtype=torch.float64)
-                block.tokens.scatter_add_(0, flat, ones)
+                block.tokens += choice.counts()
 
     @torch.no_grad()
     def step(self, *, move: bool = True) -> None:

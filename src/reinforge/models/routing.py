@@ -73,6 +73,13 @@ class BlockChoice:
         scores = logits.sigmoid()
         return scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
 
+    def counts(self) -> Tensor:
+        """[E] float64: how many assignments every expert got."""
+        assert self.taken is not None
+        flat = self.taken.reshape(-1)
+        ones = torch.ones_like(flat, dtype=torch.float64)
+        return ones.new_zeros(self.experts).scatter_add_(0, flat, ones)
+
     def decide(self, own: Tensor) -> Tensor:
         """The experts to take, where the block would take `own` [N, k]."""
         self.own = own.detach()

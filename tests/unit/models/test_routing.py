@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.toy_architectures import make_architecture
+from helpers.toy_architectures import make_architecture, names
 from helpers.toys import make_module, make_samples
 from reinforge.core import routes
 from reinforge.core.batch import Batch
@@ -181,3 +181,38 @@ def test_a_pack_has_them_where_its_tokens_are() -> None:
     assert torch.equal(found[known][:, 1, 1], packed.tokens[known] % 200)
     assert int(known.sum()) == 9 + 5
     assert Batch.pack(rows).routes is None
+
+
+OTHERWISE = {"aria_text", "deepseek_v4", "longcat_flash", "phimoe", "zaya"}
+
+
+@pytest.mark.long
+def test_every_mixture_among_the_toys() -> None:
+    """Its own choice given back changes no bit, and another one is taken; or it is refused by
+    name. docs/experts.md has the numbers.
+    """
+    right, refused = set(), set()
+    for kind in names():
+        try:
+            model = CausalModel(make_architecture(kind))
+            found = Routers.of(model)
+            batch = Batch.pack(make_samples(LENGTHS))
+            plain = model.states(batch)
+        except (InputError, AttributeError, TypeError, ValueError):
+            continue  # the table of models says that it does not run here
+        if found is None:
+            continue
+        try:
+            chosen = own_choice(model, found, batch)
+        except InputError:
+            refused.add(kind)
+            continue
+        found.give(chosen, Replay.ON)
+        assert torch.equal(model.states(batch), plain), kind
+        other = any_choice(chosen, found.choices[0].experts)
+        found.give(other, Replay.ON)
+        model.states(batch)
+        assert torch.equal(found.taken(), other), kind
+        right.add(model.config.model_type)
+    assert refused == OTHERWISE
+    assert len(right) == 39, sorted(right)
