@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 import torch
 
+from helpers.routed import with_routes
 from helpers.split_backends import (
     LENGTHS,
     attributes_pass,
@@ -34,6 +35,7 @@ from reinforge.algorithms.parts.reduce import REDUCERS
 from reinforge.algorithms.parts.surrogates import ppo_clip
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.local import LocalBackend
+from reinforge.checkpoint.tensors import within
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.rules.backends import BACKENDS
 from reinforge.config.rules.table import No
@@ -43,6 +45,7 @@ from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
+from reinforge.models.router_bias import BIASES, biases_of
 
 Load = Callable[[], PackedModel]
 Make = Callable[..., Any]  # (reference=True, **fields of TrainConfig) -> a backend
@@ -51,6 +54,8 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 MODELS: dict[str, Load] = {
     **{kind: partial(load, kind) for kind in ("full", "tied", "lora", "bfloat16", "checkpointed")},
     **{kind: partial(load, kind) for kind in ("loaded", "critic", "attributes", "experts")},
+    # routers that choose by a bias: a buffer in the one, a parameter in the other
+    **{kind: partial(load, kind) for kind in ("deepseek_v3", "ernie4_5_moe")},
     "biased": partial(load, "full", "qwen2"),
     "normed": partial(load, "full", "qwen3"),
     "unbounded": partial(load, "full", "mistral", sliding_window=None),
@@ -63,6 +68,7 @@ FEATURES = {
     "critic": "critic",
     "attributes": "algorithm.name",
     "test_what_follows_the_weights": "train.ema",
+    "test_biases_of_routers_follow_the_load": "train.router_bias_rate",
 }
 
 
@@ -549,6 +555,43 @@ class BackendContract:
         assert want["train/router_aux_loss"] > 0.1
         assert update(backend, rows, policy_loss(), 1) == pytest.approx(want, rel=1e-4, abs=1e-6)
         assert relative(gradient(backend), gradient(local)) < 1e-5
+
+    @of("experts")
+    def test_tokens_go_where_they_went_when_they_were_sampled(self, make: Make, one: Make) -> None:
+        model = MODELS["experts"]()
+        assert isinstance(model, CausalModel)
+        rows = with_routes(make_samples(LENGTHS), model)
+        local = one(router_replay="on")
+        backend = make(router_replay="on")
+        want = update(local, rows, policy_loss(), 1)
+        assert update(backend, rows, policy_loss(), 1) == pytest.approx(want, rel=1e-4, abs=1e-6)
+        assert relative(gradient(backend), gradient(local)) < 1e-5
+        free = one()
+        update(free, rows, policy_loss(), 1)
+        assert relative(gradient(free), gradient(local)) > 1e-2
+
+    @of("deepseek_v3", "ernie4_5_moe")
+    def test_biases_of_routers_follow_the_load(self, make: Make, one: Make) -> None:
+        """By the tokens of all ranks, each counted once; an engine and a checkpoint get them."""
+        asked = {"router_bias_rate": 0.004, "learning_rate": 1e-3}
+        local = one(False, **asked)
+        backend = make(False, **asked)
+        for seed in range(7):
+            rows = make_samples((20, 19, 21), seed)  # three packs: one rank computes one in vain
+            for each in (local, backend):
+                update(each, rows, budget=1)
+        want = dict(within(frozen(local.state()).tensors, BIASES))
+        found = dict(within(backend.state().tensors, BIASES))
+        assert found.keys() == want.keys() and len(want) > 0
+        for name, bias in want.items():
+            assert torch.equal(found[name], bias) and 0.003 < bias.abs().max() < 0.03
+        module = backend.weights().module
+        if module is not None:  # an actor keeps it
+            for name, bias in biases_of(module):
+                assert torch.equal(bias, want[name])
+        resumed = make(False, **asked)
+        resumed.load(frozen(backend.state()))
+        assert identical(resumed.state(), backend.state())
 
     def test_what_follows_the_weights(self, make: Make, one: Make) -> None:
         """A moving reference and an average: as in one process, in the checkpoint, and swapped in

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from helpers.toy_architectures import make_architecture
 from helpers.toys import ToyTokenizer, gradients, make_module, make_samples, train_config
 from reinforge.algorithms.losses.attributes import AttributeLoss, target
 from reinforge.algorithms.losses.policy import PolicyLoss
@@ -68,6 +69,8 @@ def load(kind: str, arch: str | None = None, seed: int = 0, **changes: Any) -> P
 
     A vocabulary of 67 does not divide by 2.
     """
+    if kind in ("deepseek_v3", "ernie4_5_moe"):
+        return CausalModel(make_architecture(kind))
     if kind == "experts":
         arch = "qwen2_moe"
         changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5, **changes}

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from helpers.tiny_runs import LORA, launch, lines, tensors
+from helpers.toy_architectures import make_architecture
 from helpers.toys import make_model, relative, run, tokens_of
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.cluster.data_parallel import DataParallelEngine, RankEngine, dispatch_requests
@@ -21,6 +22,8 @@ from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
+from reinforge.models.causal import CausalModel
+from reinforge.models.router_bias import biases_of
 
 DRAW = Sampling(max_new_tokens=12)
 
@@ -101,6 +104,24 @@ def test_the_samples_are_those_of_one_engine(ranks: Ranks) -> None:
         == sum(tokens for tokens, _, _ in seen)
         == alone.stats.generated_tokens
     )
+
+
+def make_mixture(bias: float = 0.0) -> NativeEngine:
+    model = CausalModel(make_architecture("deepseek_v3"))
+    for _, own in biases_of(model.module):
+        own.fill_(bias)
+    return NativeEngine(model, kv_gib=0.01, context=64)
+
+
+def biases(rank_engine: RankEngine) -> list[float]:
+    return [float(x.mean()) for _, x in biases_of(rank_engine.engine.model.module)]
+
+
+def test_every_rank_gets_the_biases_of_the_routers(ranks: Ranks) -> None:
+    own = make_mixture(0.25)
+    spread = DataParallelEngine(ranks, own, make_mixture)
+    run(spread.update(Weights("shared", module=own.model.module), 1), 120)
+    assert ranks.call(spread.id, biases) == [[0.25], [0.25]]
 
 
 def test_a_bad_request_is_the_askers_error(ranks: Ranks) -> None:

@@ -64,9 +64,10 @@ class TrainedExperts:
             self.follow(None)
 
     @contextmanager
-    def seen(self, share: float) -> Iterator[SeenExperts]:
+    def seen(self, share: float, *, counts: bool = True) -> Iterator[SeenExperts]:
         """What the forward inside of the block did, known when it ends: of a pack that is this
-        share of its batch.
+        share of its batch. `counts`: whether it is trained; a rank with nothing to do computes a
+        pack of another.
         """
         found = SeenExperts()
         if self.routers is None:
@@ -78,7 +79,7 @@ class TrainedExperts:
                 for name, (coefficient, value) in self.loss.terms().items():
                     found.metrics[name] = (value * share).detach()
                     found.loss = found.loss + coefficient * value * share
-            if self.bias is not None:
+            if self.bias is not None and counts:
                 self.bias.count(self.routers)
             if self.routers.seen:
                 found.metrics |= self._loads(self.routers, share)

@@ -206,6 +206,8 @@ class LocalBackend:
                 if not fresh:
                     raise
             self.optimizer.zero()
+            if self.experts.bias is not None:
+                self.experts.bias.forget()
             self.budget = self.recovery.smaller(self.budget, loss.unit)
 
     @torch.no_grad()
@@ -245,13 +247,15 @@ class LocalBackend:
             parts.append({"train/loss": value.detach(), **metrics})
         return combine(parts)
 
-    def _micro(self, batch: Batch, loss: Loss, totals: Totals) -> tuple[Tensor, LossMetrics]:
+    def _micro(
+        self, batch: Batch, loss: Loss, totals: Totals, counts: bool = True
+    ) -> tuple[Tensor, LossMetrics]:
         if not torch.is_grad_enabled():
             return loss(self._tokens(batch, loss, totals), totals)
         # of this micro-batch: those of all of them add up to 1
         share = batch.n_trained / totals.seen
         self.experts.follow(batch, self._here(batch))
-        with self.experts.seen(share) as seen:
+        with self.experts.seen(share, counts=counts) as seen:
             tokens = self._tokens(batch, loss, totals)
         value, metrics = loss(tokens, totals)
         return value + seen.loss, metrics | seen.metrics
@@ -303,12 +307,16 @@ class LocalBackend:
         if math.isfinite(norm) and norm > 0:
             self.optimizer.step(rate, limit / norm if limit and norm > limit else 1.0)
         self.optimizer.zero()
-        if self.experts.bias is not None:
-            self.experts.bias.step(move=math.isfinite(norm))
+        self._move_biases(math.isfinite(norm))
         for follower in (self.reference, self.ema):
             if follower is not None:
                 follower.after_step()
         return StepReport(grad_norm=norm, learning_rate=rate, out_of_memory=self.recovery.report())
+
+    def _move_biases(self, moved: bool) -> None:
+        """Those of the routers, after an update; `moved`: whether the weights did."""
+        if self.experts.bias is not None:
+            self.experts.bias.step(move=moved)
 
     def weights(self) -> Weights:
         return Weights("shared", module=self.model.module)

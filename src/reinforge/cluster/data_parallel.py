@@ -23,6 +23,7 @@ from reinforge.core.errors import InputError, ReinforgeError
 from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
 from reinforge.models.causal import VALUE_HEAD
+from reinforge.models.router_bias import biases_of
 
 LISTEN_SECONDS = 0.25  # how often a rank looks whether its round was called off
 
@@ -66,12 +67,16 @@ class RankEngine:
 
     @torch.no_grad()
     def update(self, version: int) -> None:
-        """Rank 0's weights for all: those that are trained, and that generation reads."""
+        """Rank 0's weights for all: those that change, and that generation reads."""
         module = self.engine.model.module
-        for name, p in module.named_parameters():
-            if p.requires_grad and not name.startswith(f"{VALUE_HEAD}."):
-                # bytes: every transport knows them
-                dist.broadcast(p.data.view(-1).view(torch.uint8), 0)
+        moving = {
+            name: p
+            for name, p in module.named_parameters()
+            if p.requires_grad and not name.startswith(f"{VALUE_HEAD}.")
+        }
+        for changed in (moving | dict(biases_of(module))).values():
+            # bytes: every transport knows them
+            dist.broadcast(changed.data.view(-1).view(torch.uint8), 0)
         self._wait(self.engine.update(Weights("shared", module=module), version))
 
     def sleep(self) -> None:

@@ -9,10 +9,12 @@ Legend: L blocks of experts, E experts of a block.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from reinforge.core.errors import InputError
 from reinforge.models.packed import PackedModel
@@ -45,8 +47,7 @@ class RouterBias:
         """None: nobody wants them moved."""
         if not rate:
             return None
-        found = {**dict(model.module.named_parameters()), **dict(model.module.named_buffers())}
-        biases = [(name, x) for name, x in found.items() if name.rpartition(".")[2] in NAMES]
+        biases = list(biases_of(model.module))
         if routers is None or len(biases) != len(routers.choices):
             raise InputError(
                 f"the routers of {type(model.plain).__name__} have no bias by which they choose.",
@@ -72,6 +73,16 @@ class RouterBias:
             if choice.taken is not None:
                 block.tokens += choice.counts()
 
+    def forget(self) -> None:
+        """What was counted since the last update: the forwards are done again."""
+        for block in self.blocks:
+            block.tokens.zero_()
+
+    def add_up(self) -> None:
+        """All ranks at once: each knows the tokens of all of them afterwards."""
+        for block in self.blocks:
+            dist.all_reduce(block.tokens)
+
     @torch.no_grad()
     def step(self, *, move: bool = True) -> None:
         """After an update; `move`: whether there was one."""
@@ -79,7 +90,14 @@ class RouterBias:
             if move:
                 block.exact += self.rate * (block.tokens.mean() - block.tokens).sign().float()
                 block.used.copy_(block.exact)
-            block.tokens.zero_()
+        self.forget()
+
+    @torch.no_grad()
+    def publish(self, module: nn.Module) -> None:
+        """Into another copy of the model."""
+        theirs = dict(biases_of(module))
+        for block in self.blocks:
+            theirs[block.name].copy_(block.used)
 
     def tensors(self) -> dict[str, Tensor]:
         return {block.name: block.exact for block in self.blocks}
@@ -90,3 +108,21 @@ class RouterBias:
             if block.name in saved:
                 block.exact.copy_(saved[block.name])
                 block.used.copy_(block.exact)
+
+
+def biases_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Of every block that has one: its name and the tensor itself, a parameter or a buffer."""
+    for found in (module.named_parameters(), module.named_buffers()):
+        yield from ((name, x) for name, x in found if name.rpartition(".")[2] in NAMES)
+
+
+def keep_whole(module: nn.Module) -> None:
+    """Biases that are parameters become buffers of the same names, which neither FSDP nor ZeRO
+    cuts over ranks. For a model that is about to be cut.
+    """
+    for name, bias in [*biases_of(module)]:
+        owner, _, own = name.rpartition(".")
+        part = module.get_submodule(owner)
+        if own in part._parameters:
+            delattr(part, own)
+            part.register_buffer(own, bias.detach())

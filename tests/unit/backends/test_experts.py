@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.routed import with_routes
 from helpers.toy_architectures import make_architecture
 from helpers.toys import gradients, make_samples, relative, train_config
 from reinforge.algorithms.losses.supervised import NLLLoss
@@ -39,22 +40,6 @@ def loaded(kind: str = "qwen3_moe") -> CausalModel:
 def backend_of(model: CausalModel, replay: str = "on", **changes: Any) -> LocalBackend:
     cfg = train_config(router_replay=replay, **changes)
     return LocalBackend(model, cfg, total_steps=10)
-
-
-def with_routes(samples: Sequence[Sample], model: CausalModel, seed: int = 0) -> list[Sample]:
-    """Routed at random, all but the last token."""
-    found = Routers.of(model)
-    assert found is not None
-    drawn = torch.Generator().manual_seed(seed)
-    with torch.no_grad(), found.watched():
-        model.states(Batch.pack(samples[:1]))
-        k = found.taken().shape[2]
-    told = []
-    for sample in samples:
-        scores = torch.rand(len(sample.tokens) - 1, len(found.choices), EXPERTS, generator=drawn)
-        chosen = routes.narrow(scores.argsort(-1)[..., :k], EXPERTS)
-        told.append(sample.with_(extras={routes.NAME: routes.padded(chosen, len(sample.tokens))}))
-    return told
 
 
 def one_pass(backend: Any, samples: Sequence[Sample], budget: int = 10_000, **how: Any) -> Any:
@@ -237,6 +222,30 @@ def test_a_bias_is_part_of_the_state(tmp_path: Path) -> None:
         one_pass(backend, samples)
         backend.step()
     assert torch.equal(biases(second.model)[0], biases(first.model)[0])
+
+
+def test_a_pass_that_is_done_again_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory runs out after two of three packs, the whole pass is done again in other ones:
+    every token has k assignments, and not more.
+    """
+    backend = backend_of(
+        loaded("deepseek_v3"), "off", router_bias_rate=0.02, tokens_per_microbatch=30
+    )
+    plain = backend._micro
+    lengths = [15, 14, 13, 12, 11, 10]
+    done: list[int] = []
+
+    def failing(batch: Batch, *rest: Any) -> Any:
+        done.append(batch.n_tokens)
+        if len(done) == 3:
+            raise torch.OutOfMemoryError("no memory")
+        return plain(batch, *rest)
+
+    monkeypatch.setattr(backend, "_micro", failing)
+    one_pass(backend, make_samples(lengths), 30)
+    assert len(done) > 3 and backend.experts.bias is not None
+    (block,) = backend.experts.bias.blocks
+    assert float(block.tokens.sum()) == 2 * sum(lengths)
 
 
 def test_routers_without_a_bias_refuse_its_rate() -> None:

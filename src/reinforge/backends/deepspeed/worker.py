@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,7 @@ from reinforge.models.adapters import begins_as_base
 from reinforge.models.causal import CausalModel
 from reinforge.models.device_memory import device_memory
 from reinforge.models.packed import PackedModel
+from reinforge.models.router_bias import BIASES, keep_whole
 
 
 class DeepSpeedWorker(RankWorker):
@@ -64,6 +66,8 @@ class DeepSpeedWorker(RankWorker):
                 where="model.dtype",
                 fix="Set model.dtype=float32, or train.backend=fsdp.",
             )
+        if cfg.router_bias_rate:
+            keep_whole(model.module)
         self.member = member
         self.itemsize = model.dtype.itemsize
         self._facts = facts_of(model)
@@ -146,7 +150,7 @@ class DeepSpeedWorker(RankWorker):
         metrics: LossMetrics = {}
 
         def work() -> Tensor:
-            value, told = self._micro(batch, loss, totals)
+            value, told = self._micro(batch, loss, totals, counts)
             metrics.update(told)
             return value
 
@@ -161,6 +165,7 @@ class DeepSpeedWorker(RankWorker):
         )
         norm = self.optimizer.update(rate, self.cfg.max_grad_norm)
         self.steps += 1
+        self._move_biases(math.isfinite(norm))
         if self.reference is not None:
             self.reference.after_step()
         return StepReport(grad_norm=norm, learning_rate=rate)
@@ -172,7 +177,13 @@ class DeepSpeedWorker(RankWorker):
         """The whole state of the backend in the host memory of rank 0."""
         assert not part, "nothing follows the weights"
         found = whole_state(self.optimizer, self.stored)
-        return None if found is None else State(found, super().state().meta)
+        return None if found is None else State({**found, **self._biases()}, super().state().meta)
+
+    def _biases(self) -> dict[str, Tensor]:
+        """Of the routers, as a state has them; every rank has all of them."""
+        bias = self.experts.bias
+        own = {} if bias is None else bias.tensors()
+        return {f"{BIASES}{name}": x.to("cpu", copy=True) for name, x in own.items()}
 
     @torch.no_grad()
     def publish(self, targets: Mapping[str, Tensor] | None) -> None:
@@ -190,7 +201,10 @@ class DeepSpeedWorker(RankWorker):
             self._loading = True
         for key, tensor in tensors.items():
             kind, name, *rest = key.split("/")
-            if kind == "model":
+            if key.startswith(BIASES):
+                if self.experts.bias is not None:
+                    self.experts.bias.load({name: tensor})
+            elif kind == "model":
                 self.optimizer.put(name, "master", tensor)
             elif rest == ["step"]:
                 self.optimizer.count(float(tensor))

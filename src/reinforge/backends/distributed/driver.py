@@ -31,8 +31,10 @@ from reinforge.core.model_facts import ModelFacts
 from reinforge.core.report import StepReport
 from reinforge.core.weights import Weights
 from reinforge.models.packed import PackedModel
+from reinforge.models.router_bias import BIASES
 
 BUCKET = 256 << 20  # bytes of a state that are sent at once
+STATE = ("model/", "optimizer/", BIASES)  # how the tensors of a backend's own state begin
 GATHERED = 16 << 30  # bytes of a state that rank 0 takes into its memory
 
 
@@ -188,6 +190,8 @@ class DistributedBackend:
             own = dict(self.full.module.named_parameters())
             targets = {name: own[name] for name in self.worker.shapes}
             self.ranks.call(self.id, "publish", [(targets,), *[(None,)] * (self.ranks.size - 1)])
+            if self.worker.experts.bias is not None:
+                self.worker.experts.bias.publish(self.full.module)
             self._stale = False
         return Weights("shared", module=self.full.module)
 
@@ -233,7 +237,7 @@ class DistributedBackend:
         What is in shards on disk, the ranks read themselves.
         """
         self._stale = True
-        keys = [key for key in state.tensors if part or key.startswith(("model/", "optimizer/"))]
+        keys = [key for key in state.tensors if part or key.startswith(STATE)]
         if self.kind.writes_pieces and isinstance(state.tensors, CheckpointTensors):
             self._call("read_pieces", part, state.tensors, keys, state.meta)
             return

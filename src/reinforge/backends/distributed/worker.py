@@ -76,10 +76,16 @@ class RankWorker(LocalBackend, ABC):
 
     def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> LossMetrics:
         """A pack that does not count gives gradients of 0, so that every rank has some to add."""
-        value, metrics = self._micro(batch, loss, totals)
+        value, metrics = self._micro(batch, loss, totals, counts)
         if value.requires_grad:
             (value if counts else value * 0.0).backward()
         return {"train/loss": value.detach(), **metrics}
+
+    def _move_biases(self, moved: bool) -> None:
+        """By the tokens of all ranks."""
+        if self.experts.bias is not None:
+            self.experts.bias.add_up()
+        super()._move_biases(moved)
 
     def limit(self, budget: int) -> None:
         self.budget = budget

@@ -42,6 +42,7 @@ from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
 from reinforge.models.device_memory import device_memory
 from reinforge.models.packed import PackedModel
+from reinforge.models.router_bias import keep_whole
 from reinforge.models.sequence import SequenceSlices, check_heads
 
 
@@ -72,6 +73,8 @@ class FsdpWorker(RankWorker):
             TensorParallelPlan(model, self.parallel.tensor) if self.parallel.tensor > 1 else None
         )
         slices = self._slices(model)
+        if cfg.router_bias_rate:
+            keep_whole(model.module)
         self.dtype = model.dtype
         trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         self.stored = {name: p.dtype for name, p in trained.items()}
@@ -182,7 +185,7 @@ class FsdpWorker(RankWorker):
         """A pack that does not count runs through the same graph, so that no rank waits for a
         gradient that never comes, times 0.
         """
-        value, metrics = self.root(partial(self._micro, batch, loss, totals))
+        value, metrics = self.root(partial(self._micro, batch, loss, totals, counts))
         if value.requires_grad:
             (value if counts else value * 0.0).backward()
         return {"train/loss": value.detach(), **metrics}
@@ -200,9 +203,15 @@ class FsdpWorker(RankWorker):
         }
         return State({**found.tensors, **weights}, found.meta)
 
+    def _alike(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether a tensor of a state is the same on every rank: counts, what is whole, and the
+        biases of routers, which are no parameters.
+        """
+        return not shape or name in self.optimizer.whole or name not in self.shapes
+
     def _whole(self, name: str, piece: Tensor) -> Tensor:
         """The tensor that the shards of all ranks make up."""
-        if name in self.optimizer.whole or piece.ndim == 0:
+        if self._alike(name, piece.shape):
             return piece
         shape = list(self.shapes[name])
         dim = self.split.get(name)
@@ -242,7 +251,7 @@ class FsdpWorker(RankWorker):
     def _box(self, key: str, shape: Sequence[int]) -> Box:
         """Where this rank's shard of a tensor of a state lies in the whole."""
         name = parameter_of(key)
-        if not shape or name in self.optimizer.whole:
+        if self._alike(name, shape):
             return tuple((0, n) for n in shape)
         return self.parallel.box(shape, self.member.rank, self.split.get(name))
 
@@ -256,7 +265,7 @@ class FsdpWorker(RankWorker):
         boxes = {}
         for key, piece in local.tensors.items():
             name = parameter_of(key)
-            alike = piece.ndim == 0 or name in self.optimizer.whole
+            alike = self._alike(name, piece.shape)
             first = (
                 self.member.rank == 0
                 if alike
@@ -289,7 +298,7 @@ class FsdpWorker(RankWorker):
 
     def cut(self, name: str, tensor: Tensor) -> list[Tensor]:
         size = self.member.size
-        if tensor.ndim == 0 or name in self.optimizer.whole:
+        if self._alike(name, tensor.shape):
             return [tensor] * size
         return [self.parallel.piece(tensor, rank, self.split.get(name)) for rank in range(size)]
 

@@ -42,6 +42,7 @@ WHOLE_WEIGHTS = No(
     "leave it out, or set train.backend=fsdp",
     key="adapter",
 )
+DENSE = No("Megatron's layers here are dense", "leave it out, or set train.backend=fsdp")
 UNKNOWN_TO_MEGATRON = No(
     "the backend megatron does not know it", "leave it out, or set train.backend=fsdp"
 )
@@ -118,7 +119,7 @@ FEATURES = (
         "Biases of routers that follow the load",
         "train.router_bias_rate",
         lambda c: bool(c.train.router_bias_rate),
-        _cells(local=YES, fsdp=ONE_PROCESS, deepspeed=ONE_PROCESS, megatron=ONE_PROCESS),
+        _cells(local=YES, fsdp=YES, deepspeed=YES, megatron=DENSE),
     ),
     Feature(
         "Training with products in FP8",
