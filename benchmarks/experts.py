@@ -1,6 +1,6 @@
 """A small mixture of experts learns to add, with and without its load being balanced, on a CPU.
 
-    python benchmarks/experts.py --seeds 0 1 [--out results/experts.json]
+    python benchmarks/experts.py --seeds 0 1 [--out benchmarks/results/experts.json]
                                  [--plot docs/plots/experts_load.svg]
 
 A Qwen3-MoE of random numbers, two layers of eight experts of which two see a token, learns by SFT
@@ -183,7 +183,7 @@ def main() -> int:
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--coefficients", nargs="+", type=float, default=[0.0, 0.01])
-    parser.add_argument("--steps", nargs=2, type=int, default=[250, 150], help="of SFT, of GRPO")
+    parser.add_argument("--steps", nargs=2, type=int, default=[300, 200], help="of SFT, of GRPO")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()

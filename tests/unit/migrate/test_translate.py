@@ -91,6 +91,43 @@ def test_minibatches_and_kl_of_verl(tmp_path: Path) -> None:
     assert note(found, "algorithm.kl_ctrl.kl_coef").state == "nothing"
 
 
+def test_experts_of_verl(tmp_path: Path) -> None:
+    """Replay of what was sampled has one name here, and no servers; Megatron's layers are dense."""
+    config = f"{ACTOR}.megatron.override_transformer_config"
+    text = (
+        f"{GRPO} {ACTOR}.strategy=megatron {ACTOR}.router_replay.mode=R3"
+        " actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+        f" +{config}.moe_router_bias_update_rate=0.001 +{config}.moe_aux_loss_coeff=0.01"
+    )
+    served = migrated(tmp_path, "run.sh", f"{text} actor_rollout_ref.rollout.name=vllm")
+    assert "router_replay" not in served.config["train"]
+    assert "not asked where its tokens went" in note(served, f"{ACTOR}.router_replay.mode").says
+    own = migrated(tmp_path, "run.sh", f"{text} actor_rollout_ref.rollout.name=hf")
+    train = own.config["train"]
+    assert train["router_replay"] == "on" and train["router_bias_rate"] == 0.001
+    assert train["backend"] == "fsdp" and "router_aux_loss" not in train
+    assert "times layers" in note(own, f"{config}.moe_aux_loss_coeff").says
+    older = migrated(tmp_path, "run.sh", text.replace("mode=R3", "mode=R2"))
+    found = note(older, f"{ACTOR}.router_replay.mode")
+    assert found.state == "missing" and "R2 is not there" in found.says
+
+
+def test_replay_of_nemo_rl(tmp_path: Path) -> None:
+    text = (
+        "policy:\n  model_name: o/m\n  router_replay: {enabled: true}\n"
+        "  megatron_cfg: {enabled: false, moe_router_bias_update_rate: 0.001}\n"
+        "  generation: {backend: hf, max_new_tokens: 8}\n"
+        "grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4, max_num_steps: 3}\n"
+        "data: {dataset_name: gsm8k}\n"
+    )
+    found = migrated(tmp_path, "grpo.yaml", text)
+    assert found.config["train"]["router_replay"] == "on"
+    # a number that its files have for dense models too
+    assert "router_bias_rate" not in found.config["train"]
+    off = migrated(tmp_path, "grpo.yaml", text.replace("enabled: true", "enabled: false"))
+    assert off.config["train"].get("router_replay", "off") == "off"
+
+
 def test_kl_of_verl_in_the_reward(tmp_path: Path) -> None:
     text = f"{GRPO} algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.005"
     kl = migrated(tmp_path, "run.sh", text).config["algorithm"]["kl"]

@@ -114,6 +114,8 @@ def put_deepspeed(draft: Draft, stage: int | None, *, offload: bool = False) -> 
 def without_megatron(draft: Draft) -> None:
     """What Megatron's layers do not do is done by FSDP2."""
     reasons = [name for name in ("adapter", "critic", "teacher") if draft.is_set(name)]
+    if draft.at("train.router_replay") == "on" or draft.at("train.router_bias_rate"):
+        reasons.append("experts")
     if draft.at("train.backend") == "megatron" and reasons:
         draft.put("train.backend", "fsdp")
         draft.remarks.append(
