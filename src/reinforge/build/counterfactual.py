@@ -68,10 +68,10 @@ class StepProbe:
                 for i, sample in enumerate(group.samples):
                     self.prompts[sample.uid] = group.row.prompt
                     self.texts[sample.uid] = group.texts[i] if i < len(group.texts) else ""
-            self.before = _logprobs(backend, self.samples)
+            self.before = current_logprobs(backend, self.samples)
             self.update = _weights(backend)
             return
-        self.after = _logprobs(backend, self.samples)
+        self.after = current_logprobs(backend, self.samples)
         now = _weights(backend)
         self.update = {name: now[name] - old for name, old in self.update.items()}
         self.metrics = dict(step.metrics)
@@ -96,7 +96,7 @@ def _weights(backend: Backend) -> dict[str, Tensor]:
     return {name: p.detach().float().cpu().clone() for name, p in found}
 
 
-def _logprobs(backend: Backend, samples: Sequence[Sample]) -> dict[str, Tensor]:
+def current_logprobs(backend: Backend, samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Of the trained tokens of every sample, with the weights of now."""
     found: dict[str, Tensor] = {}
     batches = pack(list(samples), backend.budget, share=backend.share)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from reinforge.build.replay import go, plan_replay, scratch_directory
+from reinforge.build.replay import go, plan_replay, scratch_directory, with_kept_rollouts
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
 from reinforge.loops.parting import DivergencePoint
@@ -77,7 +77,7 @@ def _sample(
     kept = KeptRollouts(run).samples(parting.step)
     if kept is None and replayed:
         with scratch_directory() as folder:
-            go(plan_replay(run, parting.step), folder, step=progress, keep_rollouts=True)
+            go(plan_replay(run, parting.step), folder, step=progress, change=with_kept_rollouts)
             kept = KeptRollouts(folder).samples(parting.step)
     if kept is None or parting.what.sample is None:
         return None

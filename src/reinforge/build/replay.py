@@ -109,8 +109,10 @@ class ReplayResult:
 # ---- before ----
 
 
-def plan_replay(run_dir: Path, step: int, *, given: bool = False) -> ReplayPlan:
-    """What doing step `step` again takes. `given`: rows and functions come from Python."""
+def plan_replay(run_dir: Path, step: int, *, given: bool = False, lead: int = 0) -> ReplayPlan:
+    """What doing step `step` again takes. `given`: rows and functions come from Python. `lead`:
+    steps before it that are done again too.
+    """
     done = int(show_run(run_dir)["step"])
     if not 1 <= step <= done:
         raise InputError(
@@ -119,7 +121,8 @@ def plan_replay(run_dir: Path, step: int, *, given: bool = False) -> ReplayPlan:
             fix=f"Give a step from 1 to {done}." if done else "Train it first.",
         )
     anchors = read_anchors(run_dir)
-    before = [p for p in store.steps(run_dir) if store.step_of(p) < step and store.intact(p)]
+    latest = step - lead
+    before = [p for p in store.steps(run_dir) if store.step_of(p) < latest and store.intact(p)]
     checkpoint = before[0] if before else None
     begin = 0 if checkpoint is None else store.step_of(checkpoint)
     started = beginnings(run_dir)
@@ -272,21 +275,30 @@ def go(
     *,
     save_at: Set[int] = frozenset(),
     step: Callable[[int], None] = lambda step: None,
-    keep_rollouts: bool = False,
+    seen: Callable[[OpenRun, RunStep], None] = lambda opened, step: None,
+    change: Callable[[Config], Config] = lambda config: config,
 ) -> None:
     """Does the steps of a plan in `folder`, which becomes a run directory like the run's own at
     that step. Checkpoints are saved after the steps of `save_at` and where settings change.
+    `seen`: as `go_on`. `change`: what is done differently.
     """
     prepare(plan.run_dir, plan.checkpoint, folder)
     with threads_of(plan):
         for stretch in plan.stretches:
             last = stretch is plan.stretches[-1]
             wanted = save_at if last else save_at | {stretch.until}
-            config = as_replayed(stretch.config, folder, plan.begins)
-            if keep_rollouts:
-                config = with_kept_rollouts(config)
+            config = change(as_replayed(stretch.config, folder, plan.begins))
             _forget_config(folder, config)
-            go_on(config, stretch.until, plan.begins, given, view, save_at=wanted, step=step)
+            go_on(
+                config,
+                stretch.until,
+                plan.begins,
+                given,
+                view,
+                save_at=wanted,
+                step=step,
+                seen=seen,
+            )
 
 
 @contextmanager

@@ -69,16 +69,16 @@ def replay_command(
     if more and not change:
         raise InputError(f"{more[0]}: what is it for?", where="KEY=VALUE", fix="Write --change.")
     plan = plan_replay(run, step)
-    _tell_cost(plan)
+    tell_cost(plan)
     if changes:
-        with _steps_bar(plan) as progress:
+        with steps_bar(plan) as progress:
             other = counterfactual(plan, changes, progress=progress)
         if as_json:
             print(json.dumps(asdict(other), indent=2))
         else:
             print_counterfactual(other)
         return
-    with _steps_bar(plan) as progress:
+    with steps_bar(plan) as progress:
         found = replay(plan, progress=progress)
     if as_json:
         print(json.dumps(_as_json(plan, found), indent=2))
@@ -119,8 +119,8 @@ def branch_command(
     if plan.replay is None:
         make_branch(plan)
     else:
-        _tell_cost(plan.replay)
-        with _steps_bar(plan.replay) as progress:
+        tell_cost(plan.replay)
+        with steps_bar(plan.replay) as progress:
             make_branch(plan, progress=progress)
     command = f"reinforge train {new / 'config.json'}"
     print(f"{new} stands at step {step} of {run}; {command} goes on", file=sys.stderr)
@@ -129,13 +129,13 @@ def branch_command(
 
 
 @contextmanager
-def _steps_bar(plan: ReplayPlan) -> Iterator[Any]:
+def steps_bar(plan: ReplayPlan) -> Iterator[Any]:
     with progress_bar() as tell:
         tell("steps", 0, plan.steps)
         yield lambda step: tell("steps", step - plan.begin, plan.steps)
 
 
-def _tell_cost(plan: ReplayPlan) -> None:
+def tell_cost(plan: ReplayPlan) -> None:
     """Before anything is done."""
     origin = "the model itself" if plan.checkpoint is None else plan.checkpoint.name
     took = "" if plan.seconds is None else f", which took {duration(plan.seconds)}"

@@ -44,6 +44,10 @@ class RunsCommands(LazyGroup):
             "Do a step of a run again, on a CPU bit for bit, and compare it with what the run"
             " recorded.",
         ),
+        "mismatch": CommandEntry(
+            "reinforge.cli.mismatch:mismatch",
+            "Say why engine and trainer disagree on the probabilities of sampled tokens.",
+        ),
         "branch": CommandEntry(
             "reinforge.cli.replay:branch_command",
             "Go on from a step of a run in a new directory, with other settings if wanted.",

@@ -74,12 +74,12 @@ class Renderer:
 
     # what the rest of the house calls
 
-    def prompt(self, row: Row) -> list[int]:
-        """What the model is given: up to and including the header of its own turn."""
+    def prompt(self, row: Row, *, header: bool = True) -> list[int]:
+        """What the model is given: up to and including the header of its own turn, or without."""
         self._count(row, [row.prompt, row.columns.get("tools")])
         if not self.chat:
             return self.bos + self.template.plain(self._text(row))
-        rendered = self._render(row, self._messages(row), generation_prompt=True)
+        rendered = self._render(row, self._messages(row), generation_prompt=header)
         return self._with_bos(self.template.encode(rendered, _where(row)))
 
     def training_row(self, row: Row) -> Sample:

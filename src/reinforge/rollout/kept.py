@@ -40,6 +40,10 @@ class KeptRollouts:
     def _path(self, number: int) -> Path:
         return self.folder / f"step-{number:08d}.safetensors"
 
+    def keeps(self, number: int) -> bool:
+        """Whether those of step `number` (from 1) are there."""
+        return self._path(number).exists()
+
     def write(self, number: int, batch: RolloutBatch, taken: int) -> None:
         """Those of step `number` (from 1). `taken`: rows that the cursor had given out then."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +66,7 @@ class KeptRollouts:
 
     def samples(self, number: int) -> dict[str, list[Sample]] | None:
         """What step `number` trained on, by group; None where it is not kept."""
-        if not self._path(number).exists():
+        if not self.keeps(number):
             return None
         batch, _ = self.read(number, None)
         return {group.samples[0].group: group.samples for group in batch.trained if group.samples}

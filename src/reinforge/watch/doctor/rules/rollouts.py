@@ -40,7 +40,7 @@ def mismatch(history: RunHistory) -> Trouble | None:
         f"Engine and trainer disagree: {windows[0].mean:.3g} nats per token on average"
         f" ({windows[1].mean:.0%} of the tokens by more than a factor of 2). The gradient is that"
         " of another policy.",
-        (f"Set {changed[0]}=model. " if changed else "Same dtype and temperature on both sides? ")
+        (f"Set {changed[0]}=model. " if changed else "`reinforge runs mismatch RUN` says why. ")
         + "algorithm.correction.name=tis weighs it off.",
         since=windows[0].steps[0],
         knob=knob or Knob("algorithm.correction.name", "tis"),
