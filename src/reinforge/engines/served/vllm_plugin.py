@@ -304,6 +304,8 @@ class WorkerExtension:
             model.load_weights(iter(staged))
             torch.cuda.synchronize()
         else:  # packed for the CPU's kernels, or quantised: vLLM's own way, layer by layer
+            if self._reinforge_device().type == "cpu":
+                forget_expert_kernels(model)
             runner.reload_weights(weights_iterator=iter(staged))
         if fix_head:
             point_head(model)
@@ -320,6 +322,16 @@ class WorkerExtension:
     def reinforge_drop(self) -> str:
         self._reinforge_staged = (None, [])
         return json.dumps({})
+
+
+def forget_expert_kernels(model: Any) -> None:
+    """vLLM packs the experts of a mixture for a CPU when it makes their kernel, and not at a reload
+    (0.32): without one it makes it anew.
+    """
+    for part in model.modules():
+        method: Any = getattr(part, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def head_of(model: Any) -> tuple[Any, Any]:
