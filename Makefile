@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo release test test-long test-scale test-resolution pytest lint format docs reference lock clean env env-test env-docs env-scale env-vllm
+.PHONY: help demo release test test-long test-scale test-resolution pytest lint format docs notebooks reference lock clean env env-test env-docs env-scale env-vllm
 export PYTHON TORCH SYSTEM_TORCH
 
 OMP_NUM_THREADS ?= 1
@@ -63,6 +63,9 @@ reference: env ## write docs/reference/ from the schema and the rules, and the t
 	@$(PY) tools/gen_models.py
 	@$(PY) tools/gen_migrate.py
 	@$(PY) tools/parity_table.py
+
+notebooks: env-test ## run notebooks/*.py and write what they show into notebooks/*.ipynb
+	@HF_HUB_OFFLINE=1 $(PY) tools/notebooks.py
 
 docs: env-docs reference ## build the site into site/
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q && echo "built site/index.html"

@@ -5,6 +5,7 @@ The public names are listed here, once, and load on first use: `import reinforge
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:  # what a type checker sees; at run time `__getattr__` brings 
     from reinforge.loops.callbacks import Callback
     from reinforge.loops.control import RunControl
     from reinforge.loops.open_step import RunStep
+
+# of tqdm, which transformers brings, in every notebook without widgets: its bars are text then
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 _PUBLIC = {
     "train": "reinforge.api:train",

@@ -71,6 +71,7 @@ HOMES = {
     "lm_eval": "evals/lm_eval.py",
     "llguidance": "models/constraint_library.py",
     "optuna": "sweeps/study.py",
+    "IPython": "watch/notebook.py",
 }  # each in one file; httpx2 in two: theirs, and our own servers
 
 

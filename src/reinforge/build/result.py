@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reinforge.core.errors import InputError
+from reinforge.core.html import escape
+from reinforge.watch.curves import curve_images
+from reinforge.watch.doctor.page import diagnosis
 from reinforge.watch.logs import read_lines
+from reinforge.watch.report import curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,6 +52,20 @@ class RunResult:
         if self.stopped is not None:
             parts.append(self.stopped)
         return f"<run {self.run_dir}: {', '.join(parts)}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it: the numbers, and the curves that are looked at first."""
+        series = {
+            name: [(step or 0.0, value) for step, _, value, *_ in points if value is not None]
+            for name, points in curves(read_lines(self.run_dir / "metrics.jsonl")).items()
+        }
+        return f"<div>{escape(repr(self)[1:-1])}</div><div>{curve_images(series)}</div>"
+
+    def diagnosis(self) -> str:
+        """What `reinforge runs diagnose` says of the run: what is wrong first, and whether it
+        learns.
+        """
+        return diagnosis(self.run_dir)
 
     @property
     def model(self) -> Any:

@@ -17,7 +17,7 @@ from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.result import RunResult
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, StoppedByPolicy
-from reinforge.watch.view import View
+from reinforge.watch.default_view import default_view
 
 if TYPE_CHECKING:
     from reinforge.build.execute import OpenRun
@@ -41,7 +41,7 @@ class ConfigTrainer:
     ):
         self.config = config
         self._given = given or CallerObjects()
-        self._view = view or View()
+        self._view = view or default_view()
         self._items: Generator[OpenRun | RunStep, None, None] | None = None
         self._open: OpenRun | None = None
         self._step: RunStep | None = None  # the one that is in the caller's hands

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from reinforge.core.errors import InputError
+from reinforge.core.visible import visible
 from reinforge.offline.conversation import Conversation
-from reinforge.watch.view import visible
 
 
 def chat(

@@ -15,11 +15,11 @@ import typer
 
 from reinforge.cli.show import print_mapping, print_table
 from reinforge.core.errors import InputError
+from reinforge.core.visible import visible
 from reinforge.evals.paired_comparison import PairedComparison, compare_paired
 from reinforge.loops.parting import find_parting
 from reinforge.watch.logs import read_lines
 from reinforge.watch.runs import compare_runs
-from reinforge.watch.view import visible
 
 ANSWERS = ".jsonl"
 

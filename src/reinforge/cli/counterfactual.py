@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from reinforge.cli.show import print_table, print_text
-from reinforge.watch.view import visible
+from reinforge.core.visible import visible
 
 if TYPE_CHECKING:
     from reinforge.build.counterfactual import Counterfactual, TokenMove

@@ -13,7 +13,7 @@ import typer
 from reinforge.cli.arguments import RunDir
 from reinforge.cli.replay import steps_bar, tell_cost
 from reinforge.cli.show import print_table, print_text
-from reinforge.watch.view import visible
+from reinforge.core.visible import visible
 
 if TYPE_CHECKING:
     from reinforge.build.mismatch import MismatchReport

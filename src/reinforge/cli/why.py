@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reinforge.cli.show import print_mapping, print_table, print_text
+from reinforge.core.visible import visible
 from reinforge.watch import why
-from reinforge.watch.view import visible
 
 ANSWER = 40  # characters of an answer in the table
 

@@ -5,7 +5,7 @@ No torch here: environments that run in another interpreter import this.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -37,3 +37,10 @@ class Row:
     def where(self) -> str:
         """For errors: its id, and the line of the file that somebody has to look at."""
         return f"row {self.id} ({self.place})" if self.place else f"row {self.id}"
+
+
+def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """A prompt to read: of messages each with its role."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in prompt)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from reinforge.core.arrays import ints
+from reinforge.core.html import SampleLine, sample_table
 from reinforge.core.row import Row as Row
 from reinforge.core.row import Stop as Stop
+from reinforge.core.row import prompt_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +133,15 @@ class Group:
     def episodes(self) -> list[Sample]:
         """One row of each episode: rows forked from one episode count once."""
         return list({s.episode: s for s in reversed(self.samples)}.values())[::-1]
+
+    def lines(self) -> list[SampleLine]:
+        """Its samples to read: prompt, answer, reward, why it ended and how many tokens."""
+        prompt = prompt_text(self.row.prompt)
+        return [
+            (prompt, text or "", sample.reward, str(sample.stop), sample.n_trained)
+            for sample, text in zip_longest(self.samples, self.texts[: len(self.samples)])
+        ]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        return sample_table(self.lines())

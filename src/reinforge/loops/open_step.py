@@ -16,12 +16,14 @@ from torch import Tensor
 
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
+from reinforge.core.html import escape, sample_table
 from reinforge.core.metrics import Metrics
 from reinforge.core.sample import Group, Sample
 from reinforge.rollout.source import RolloutBatch
 
 # one number for all trained tokens of an answer, or one for each
 TokenValues = float | Sequence[float] | Tensor
+SHOWN_GROUPS = 4  # in a notebook
 ADVANTAGES = "advantages"
 REWARDS = "rewards"
 
@@ -85,6 +87,11 @@ class RunStep:
         if scored:
             parts.append(f"mean reward {sum(scored) / len(scored):.4g}")
         return f"<{', '.join(parts)}{', done' if self.done else ''}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it: its first groups."""
+        shown = [line for group in self.groups[:SHOWN_GROUPS] for line in group.lines()]
+        return f"<div>{escape(repr(self)[1:-1])}</div>" + (sample_table(shown) if shown else "")
 
     # ---- what there is ----
 

@@ -19,13 +19,14 @@ from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.explain import explained, place_of
 from reinforge.core.batch import DOMAIN, Batch, Totals
 from reinforge.core.metrics import Metrics, StepMetrics
+from reinforge.core.row import prompt_text
 from reinforge.core.sample import Group, Sample
 from reinforge.core.signal import why_masked
 from reinforge.core.trace import STREAM, TOKENS, take_traced
 from reinforge.rewards.combine import combined
 from reinforge.rollout.scoring import RewardScorer
 from reinforge.rollout.source import RolloutBatch, has_signal
-from reinforge.watch.recorder import pick, prompt_text
+from reinforge.watch.recorder import pick
 
 TEXT = 160  # characters of a prompt's end and of an answer's beginning
 DIGITS = 7

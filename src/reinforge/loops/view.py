@@ -1,4 +1,6 @@
-"""What a run shows while it goes, as a contract: `watch/view.py` draws it in a terminal."""
+"""What a run shows while it goes, as a contract: `watch/view.py` draws it in a terminal,
+`watch/notebook_view.py` in a notebook.
+"""
 
 from __future__ import annotations
 

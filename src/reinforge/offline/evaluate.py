@@ -14,7 +14,7 @@ from reinforge.build.supervised import build_supervised_heldout
 from reinforge.core.aio import run_sync
 from reinforge.core.errors import InputError
 from reinforge.models.packed import PackedModel
-from reinforge.watch.view import View
+from reinforge.watch.default_view import default_view
 
 
 def evaluate_saved(
@@ -22,7 +22,7 @@ def evaluate_saved(
 ) -> dict[str, float]:
     """The metrics of a config's model, or of a checkpoint of a run. See `reinforge.evaluate`."""
     config, run_dir = config_of(config_or_run, overrides)
-    view = View()
+    view = default_view()
     factories = LocalFactories()
     inputs = read_inputs(config, CallerObjects(), view, factories.make_rewards)
 

@@ -28,6 +28,7 @@ from reinforge.config.schema import Config
 from reinforge.core.aio import run_sync
 from reinforge.core.errors import InputError
 from reinforge.core.hub_trouble import hub_token
+from reinforge.core.row import prompt_text
 from reinforge.core.sample import Group
 from reinforge.data.sources import fingerprint
 from reinforge.models.constraint_library import check as check_constraint
@@ -46,9 +47,8 @@ from reinforge.pipelines.artefact import (
     trains_scores,
     weights_of,
 )
-from reinforge.watch.recorder import prompt_text
+from reinforge.watch.default_view import default_view
 from reinforge.watch.runs import read_lines
-from reinforge.watch.view import View
 
 # nothing can be learned from a row in which one of them is empty
 TEXTS = ("completion", "chosen", "rejected")
@@ -106,7 +106,7 @@ def eval_stage(stage: Stage, config: Config) -> StageOutput:
     """Scores the model on the held-out rows; evaluation.json has the result, samples.jsonl every
     completion.
     """
-    view = View()
+    view = default_view()
     factories = LocalFactories()
     inputs = read_inputs(config, CallerObjects(), view, factories.make_rewards)
     groups: list[Group] = []

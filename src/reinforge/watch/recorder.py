@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from reinforge.core.redact import redact, redact_settings
+from reinforge.core.row import prompt_text
 from reinforge.version import __version__
 from reinforge.watch import sinks as trackers
 from reinforge.watch.sample_table import EVALUATION, TRAINING, SampleTable
@@ -67,12 +68,6 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in prompt)
 
 
 def pick(groups: Iterable[Group], limit: int) -> list[tuple[Group, Sample, str]]:

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from reinforge.core.html import escape
 from reinforge.watch.doctor.doctor import diagnosed
 from reinforge.watch.doctor.history import SCORED
 from reinforge.watch.runs import flatten, read_json, read_lines, show_run
-from reinforge.watch.transcripts import escape as escape
 from reinforge.watch.transcripts import transcript_table
 from reinforge.watch.troubles import banner, fault_table, trouble_banner
 

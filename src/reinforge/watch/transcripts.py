@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape as html_escape
 from typing import Any
+
+from reinforge.core.html import escape
 
 EPISODES = 4  # of each time
 MESSAGES = 64  # of an episode that are kept
@@ -137,8 +138,3 @@ def _episode(when: str, episode: Mapping[str, Any]) -> str:
             f"<td>{escape(episode.get('stop')) if last else ''}</td></tr>"
         )
     return f"<tbody>{''.join(rows)}</tbody>"
-
-
-def escape(value: Any) -> str:
-    """Text for a page. Lone surrogates cannot be written as UTF-8 and are shown by their code."""
-    return html_escape(str(value).encode("utf-8", "backslashreplace").decode("utf-8"), quote=True)

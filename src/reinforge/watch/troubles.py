@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from reinforge.core.html import escape
 from reinforge.watch.doctor.trouble import Trouble
-from reinforge.watch.transcripts import cut, escape
+from reinforge.watch.transcripts import cut
 
 WHY = 300  # characters of a reason
 

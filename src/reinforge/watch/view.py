@@ -1,5 +1,5 @@
 """What the terminal shows while a run goes: a bar with the numbers that matter, or plain lines when
-nobody is watching. In a notebook the plain lines are one output.
+nobody is watching.
 
 Text from models and data never reaches the terminal as it is: control characters are shown, markup
 is not interpreted.
@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 import textwrap
 import time
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import IO, TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -29,9 +28,11 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from reinforge.core.row import prompt_text
+from reinforge.core.visible import visible
 from reinforge.watch.doctor.trouble import Trouble
-from reinforge.watch.notebook import NotebookOutput
-from reinforge.watch.recorder import pick, prompt_text
+from reinforge.watch.evaluation_news import EVALUATED, EvaluationNews
+from reinforge.watch.recorder import pick
 
 if TYPE_CHECKING:
     from reinforge.core.sample import Group
@@ -54,32 +55,6 @@ SHOWN = (
 )
 
 
-def visible(text: str, limit: int | None = None) -> str:
-    """Text safe for a terminal: newlines as ⏎, other control, format and surrogate characters as
-    \\x1b, \\u202e, ...
-
-    >>> visible("a\\n\\x1b[2Jb")
-    'a⏎\\\\x1b[2Jb'
-    """
-    cut = text if limit is None or len(text) <= limit else text[: limit - 1] + "…"
-    return "".join(_visible(c) for c in cut)
-
-
-def _visible(char: str) -> str:
-    if char == "\n":
-        return "⏎"
-    if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
-        code = ord(char)
-        return (
-            f"\\x{code:02x}"
-            if code < 0x100
-            else f"\\u{code:04x}"
-            if code < 0x10000
-            else f"\\U{code:08x}"
-        )
-    return char
-
-
 def hanging(line: str, width: int) -> list[str]:
     """A line as several that fit. What follows a label goes on under itself; a word that is longer,
     such as a path, stays whole.
@@ -95,6 +70,15 @@ def hanging(line: str, width: int) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     ) or [""]
+
+
+def hours(seconds: float) -> str:
+    """
+    >>> hours(61.9), hours(7322)
+    ('0:01:01', '2:02:02')
+    """
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
 
 
 def numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -118,16 +102,6 @@ def shares(metrics: Mapping[str, float]) -> str:
     }
     return "  ".join(
         f"{name} {value:.0%}" for name, value in sorted(parts.items(), key=lambda item: -item[1])
-    )
-
-
-def notebook_console(output: NotebookOutput | None = None) -> Console:
-    """Plain lines that go into one output of a notebook's cell."""
-    return Console(
-        file=cast(IO[str], output or NotebookOutput()),
-        force_jupyter=False,
-        width=100,
-        highlight=False,
     )
 
 
@@ -173,8 +147,7 @@ class View:
         plain_seconds: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        console = console or SteadyConsole(highlight=False)
-        self.console = notebook_console() if console.is_jupyter else console
+        self.console = console or SteadyConsole(highlight=False)
         self.plain_seconds = plain_seconds
         self.clock = clock
         self._live: Live | None = None
@@ -185,7 +158,7 @@ class View:
         self._latest: dict[str, float] = {}
         self._total = self._first = 0
         self._printed: float | None = None
-        self._evaluated: dict[str, float] = {}
+        self._evaluations = EvaluationNews()
         self._step: int | None = None
         self._left_out: str | None = None  # the line of the newest step, if it was not printed
         self._began = clock()
@@ -198,6 +171,7 @@ class View:
             self.clock(),
             None,
         )
+        self._evaluations.begin(first_step)
         if not self.console.is_terminal:
             self._print(
                 Text(
@@ -293,18 +267,9 @@ class View:
             self._show()
             return
         now = self.clock()
-        found = {key: value for key, value in metrics.items() if key.startswith("eval/")}
-        if self._first and self._step is None and step == self._first + 1:
-            self._evaluated = found  # of the part of the run before this one
-        # a step that was told twice was evaluated
-        evaluated = bool(found) and (found != self._evaluated or step == self._step)
-        self._evaluated = found
+        news = self._evaluations.news(step, metrics)
+        evaluated = any(key.startswith(EVALUATED) for key in news)
         self._step = step
-        news = (
-            metrics
-            if evaluated
-            else {key: value for key, value in metrics.items() if key not in found}
-        )
         values = "  ".join(f"{label} {value}" for label, value in numbers(news))
         self._left_out = f"step {step}/{self._total}  {values}  {self._eta(step, now)}".rstrip()
         if (
@@ -326,8 +291,7 @@ class View:
         done = step - self._first
         if done <= 0 or step >= self._total:
             return ""
-        left = int((now - self._began) / done * (self._total - step))
-        return f"eta {left // 3600}:{left % 3600 // 60:02d}:{left % 60:02d}"
+        return f"eta {hours((now - self._began) / done * (self._total - step))}"
 
     def table(self, groups: Iterable[Group], limit: int = 4) -> None:
         """Prompts, completions and rewards, printed above the live lines."""

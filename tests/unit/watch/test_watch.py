@@ -22,15 +22,15 @@ from helpers.paths import SRC
 from reinforge.core.errors import InputError
 from reinforge.core.redact import redact, redact_settings
 from reinforge.core.sample import Group, Row, Sample, Stop
+from reinforge.core.visible import visible
 from reinforge.watch import sinks, trackers
 from reinforge.watch.doctor.trouble import Trouble
 from reinforge.watch.memory_usage import device_peak, process_peak
-from reinforge.watch.notebook import NotebookOutput, shortened
 from reinforge.watch.recorder import Recorder, note, pick
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import compare_runs, flatten, list_runs, show_run
 from reinforge.watch.timing import PhaseTimer
-from reinforge.watch.view import View, notebook_console, visible
+from reinforge.watch.view import View
 
 
 def group(
@@ -719,64 +719,6 @@ def test_an_evaluation_is_printed_once_not_with_every_step_after_it() -> None:
     last = [line for line in out.getvalue().splitlines() if line.startswith("step 10/10")]
     # an old evaluation is not this step's
     assert last == ["step 10/10  reward 0.500", "step 10/10  reward 0.500  eval 50.0%"]
-
-
-# a notebook
-
-
-def test_a_notebook_gets_one_output_that_grows() -> None:
-    shown: list[str] = []
-
-    class Handle:
-        def update(self, data: dict[str, str], raw: bool) -> None:
-            shown.append(data["text/html"])
-
-    def display(data: dict[str, str], *, raw: bool, display_id: bool) -> Handle:
-        assert raw and display_id and not shown, "a second output"
-        shown.append(data["text/html"])
-        return Handle()
-
-    view = View(notebook_console(NotebookOutput(display)))
-    view.doing("loading the model <b>")
-    view.start(3, "first")
-    view.update(1, {"reward/mean": 0.5})
-    view.table([group("a", ["x"], [1.0])])
-    view.message("two\nlines")
-    view.stop()
-    assert shown[-1].count("<pre") == 1 and "<b>" not in shown[-1]
-    assert [
-        line
-        for line in shown[-1].splitlines()
-        if "reward 0.500" in line or line == "two" or "&lt;b&gt;" in line
-    ] != []
-    assert (
-        shown[-1].index("loading the model")
-        < shown[-1].index("first: 3 steps")
-        < shown[-1].index("reward 0.500")
-        < shown[-1].index("two\nlines")
-    )
-
-
-def test_a_view_in_a_notebook_writes_into_one_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[dict] = []
-    module = type(sys)("IPython.display")
-    module.display = lambda data, **kw: made.append(data)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "IPython", type(sys)("IPython"))
-    monkeypatch.setitem(sys.modules, "IPython.display", module)
-    View(Console(force_jupyter=True)).message("hello")
-    assert "hello" in made[0]["text/plain"]
-
-
-def test_a_long_notebook_output_keeps_its_beginning_and_its_end() -> None:
-    text = "".join(f"line {i}\n" for i in range(1000))
-    kept = shortened(text).splitlines()
-    assert (
-        kept[0] == "line 0"
-        and kept[-1] == "line 999"
-        and len(kept) == 221
-        and kept[20] == "... (780 lines)"
-    )
-    assert shortened("a\nb\n") == "a\nb\n"
 
 
 # what it is doing
