@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.split_backends import load
+from helpers.split_backends import load, update
 from helpers.tiny_runs import LORA, digest, launch, lines, make_config, tensors
-from helpers.toys import relative, train_config
+from helpers.toys import make_samples, relative, train_config
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.backends.fsdp.worker import FsdpWorker
@@ -90,6 +90,28 @@ def test_pieces_are_the_same_checkpoint(
     cut = make("cut", algorithm, *more, *SHARDED, **sections)
     launch(cut)
     assert digest(cut) == digest(whole)
+
+
+def biases_of_ranks(worker: FsdpWorker) -> list[torch.Tensor]:
+    assert worker.experts.bias is not None
+    return [bias.clone() for bias in worker.experts.bias.tensors().values()]
+
+
+def test_pieces_have_the_biases_of_routers(ranks: Ranks, tmp_path: Path) -> None:
+    """Which every rank has whole, and one of them writes."""
+    cfg = train_config(backend="fsdp", router_bias_rate=0.004)
+    first, second = (
+        FsdpBackend(ranks, partial(load, "deepseek_v3"), cfg, sharded=True, total_steps=10)
+        for _ in range(2)
+    )
+    for seed in range(3):
+        update(first, make_samples((20, 19, 21), seed), budget=1)
+    store.save(tmp_path, 1, first.state(), {})
+    second.load(store.load(store.steps(tmp_path)[0])[0])
+    (want,), (also,) = ranks.call(first.id, biases_of_ranks)
+    assert torch.equal(want, also) and want.abs().max() > 0.003
+    for (found,) in ranks.call(second.id, biases_of_ranks):
+        assert torch.equal(found, want)
 
 
 def test_resumed_on_other_numbers_of_ranks(ranks: Ranks, make: Any) -> None:
