@@ -18,12 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-from helpers.mismatched_runs import RUNS, make_models, mismatched_run  # noqa: E402
-from reinforge.build.mismatch import (  # noqa: E402
-    MismatchReport,
-    explain_mismatch,
-    plan_mismatch,
-)
+from helpers.mismatched_runs import RUNS, judged, make_models, mismatched_run  # noqa: E402
+from reinforge.build.mismatch import MismatchReport  # noqa: E402
 
 HEAD = "| planted | named | runs | nats per token | explained |\n|---|---|---|---|---|"
 
@@ -32,7 +28,7 @@ def judge(kind: str, folder: Path, seed: int) -> MismatchReport:
     """One run of the kind, and what is said of it."""
     run_dir = folder / f"{kind.replace(' ', '-')}-{seed}"
     mismatched_run(kind, folder, run_dir, run={"seed": seed})
-    return explain_mismatch(plan_mismatch(run_dir))
+    return judged(kind, run_dir)
 
 
 def named(found: MismatchReport) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from helpers.cli_runs import merged
 from helpers.planted_engines import Plant, planted
 from helpers.toy_architectures import save_architecture, write_tokenizer
+from reinforge.build.mismatch import MismatchReport, explain_mismatch, plan_mismatch
 from reinforge.build.run import train_config
 from reinforge.config.load import config_from_dict
 from reinforge.loops.view import NoView
@@ -25,6 +26,7 @@ class MismatchedRun:
     plant: Plant | None = None
     changes: dict[str, Any] = field(default_factory=dict)
     experts: bool = False
+    stays: bool = False  # the engine that is looked at later has it too
 
 
 RUNS: dict[str, MismatchedRun] = {
@@ -58,6 +60,15 @@ RUNS: dict[str, MismatchedRun] = {
         {"train": {"router_replay": "count"}},
         experts=True,
     ),
+    "cache": MismatchedRun(
+        "rollout.cache_precision=fp8", "dtype", None, {"rollout": {"cache_precision": "fp8"}}
+    ),
+    "operation": MismatchedRun(
+        "one product of the engine with 4 bits of mantissa",
+        "numerics",
+        Plant(rounded="layers.1.mlp.down_proj"),
+        stays=True,
+    ),
     "staleness": MismatchedRun(
         "rollout.staleness=2", "staleness", None, {"rollout": {"staleness": 2}}
     ),
@@ -87,3 +98,10 @@ def mismatched_run(name: str, models: Path, run_dir: Path, **changes: Any) -> Pa
     with nullcontext() if run.plant is None else planted(run.plant):
         train_config(made, view=NoView())
     return run_dir
+
+
+def judged(name: str, run_dir: Path, samples: int = 16, step: int | None = None) -> MismatchReport:
+    """What `runs mismatch` says of the run of this name."""
+    run = RUNS[name]
+    with planted(run.plant) if run.stays and run.plant is not None else nullcontext():
+        return explain_mismatch(plan_mismatch(run_dir, step), samples=samples)

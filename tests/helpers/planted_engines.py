@@ -31,6 +31,7 @@ class Plant:
     behind: int = 0  # updates that its weights are behind
     left_out: str = ""  # parameters with this in their name never arrive
     router_bits: int | None = None  # mantissa bits of the routers' weights
+    rounded: str = ""  # parameters with this in their name have 4 of them
 
 
 class PlantedEngine(NativeEngine):
@@ -67,6 +68,8 @@ class PlantedEngine(NativeEngine):
             if self.plant.left_out and self.plant.left_out in name and version:
                 continue
             own[name].copy_(tensor)
+            if self.plant.rounded and self.plant.rounded in name:
+                own[name].copy_(_rounded(own[name], 4))
             bits = self.plant.router_bits
             if bits is not None and name.endswith(("gate.weight", "router.weight")):
                 own[name].copy_(_rounded(own[name], bits))

@@ -19,8 +19,9 @@ from torch import Tensor
 from reinforge.backends.local import LocalBackend
 from reinforge.build.counterfactual import current_logprobs
 from reinforge.build.execute import OpenRun
-from reinforge.build.mismatch_causes import LAGS, CauseSearch, find_causes
-from reinforge.build.mismatch_words import CauseWords, guess_of, words_of
+from reinforge.build.mismatch_causes import EXPLAINS, LAGS, CauseSearch, find_causes
+from reinforge.build.mismatch_paths import PathComparison, compare_paths
+from reinforge.build.mismatch_words import CauseWords, guess_of, words_of, words_of_path
 from reinforge.build.prompt_variants import prompt_variants
 from reinforge.build.readings import LogprobReader
 from reinforge.build.replay import ReplayPlan, go, plan_replay, scratch_directory
@@ -200,6 +201,7 @@ class MismatchReport:
     causes: list[CauseWords]
     tried: list[TriedCause]
     worst: WorstToken
+    paths: PathComparison | None  # native engine: the same tokens through both
     notes: list[str]
 
     @property
@@ -230,7 +232,10 @@ def explain_mismatch(
     chosen = _chosen(config, probe, samples)
     reader = _reader(config, probe, chosen)
     found = find_causes(reader)
-    return _report(plan, probe, reader, found)
+    paths = None
+    if config.rollout.engine == NATIVE and found.apart > found.limit and probe.form is None:
+        paths = compare_paths(reader)
+    return _report(plan, probe, reader, found, paths)
 
 
 def _gaps(sample: Sample, ours: Tensor) -> Tensor:
@@ -283,12 +288,21 @@ def _reader(config: Config, probe: MismatchProbe, samples: Sequence[Sample]) -> 
 
 
 def _report(
-    plan: MismatchPlan, probe: MismatchProbe, reader: LogprobReader, found: CauseSearch
+    plan: MismatchPlan,
+    probe: MismatchProbe,
+    reader: LogprobReader,
+    found: CauseSearch,
+    paths: PathComparison | None,
 ) -> MismatchReport:
     config = plan.config
     every = torch.cat([_gaps(s, probe.logprobs[s.uid]) for s in probe.samples])
     overall = float(every.double().mean())
     causes = [words_of(cause, reader, config) for cause in found.causes]
+    left = found.left
+    rest = None if paths is None else _of_path(reader, found, paths)
+    if rest is not None:
+        causes.append(rest)
+        left = rest.left
     notes: list[str] = []
     newest = max(probe.weights)
     ages = torch.cat([newest - s.versions[s.trained] for s in probe.samples]).double()
@@ -315,15 +329,28 @@ def _report(
         limit=found.limit,
         precision=reader.trainers.precision,
         rounding=found.rounding,
-        left=found.left,
+        left=left,
         causes=causes,
         tried=[
             TriedCause(cause.name, guess_of(cause), cause.left, cause.explained)
             for cause in found.ranked
         ],
         worst=_worst(config, probe),
+        paths=paths,
         notes=notes,
     )
+
+
+def _of_path(reader: LogprobReader, found: CauseSearch, paths: PathComparison) -> CauseWords | None:
+    """What the causes leave, where the engine's own path gives its numbers; None: it does not."""
+    if found.left <= found.limit:
+        return None
+    ours = reader.logprobs(found.reading or reader.trainers)
+    gaps = (reader.recorded - ours).abs()[: paths.tokens]
+    before = float(gaps.double().mean())
+    if paths.told > (1 - EXPLAINS) * before:
+        return None
+    return words_of_path(paths, before, reader.cfg)
 
 
 def _worst(config: Config, probe: MismatchProbe) -> WorstToken:

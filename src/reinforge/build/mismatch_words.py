@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from reinforge.build.mismatch_causes import MismatchCause, changed_parameters
+from reinforge.build.mismatch_paths import PathComparison
 from reinforge.build.readings import (
     FP8,
     LogprobReader,
@@ -31,6 +32,29 @@ class CauseWords:
 
 def words_of(cause: MismatchCause, reader: LogprobReader, config: Config) -> CauseWords:
     return WORDS[cause.name](cause, reader, config)
+
+
+def words_of_path(paths: PathComparison, before: float, config: Config) -> CauseWords:
+    """What only the engine's own path explains."""
+    left = paths.told
+    explained = 1 - left / before
+    if config.rollout.cache_precision == FP8:
+        return CauseWords(
+            "dtype",
+            "Keys and values in the engine's cache are in FP8, the trainer has none.",
+            "rollout.cache_precision=model",
+            left,
+            explained,
+        )
+    first = paths.first
+    where = f" from {first.operation} on" if first is not None else ", a little in every operation"
+    return CauseWords(
+        "numerics",
+        f"The engine computes other numbers than the trainer{where}, of the same tokens.",
+        "model.exact=true makes both the same in every bit",
+        left,
+        explained,
+    )
 
 
 def guess_of(cause: MismatchCause) -> str:

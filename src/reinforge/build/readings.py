@@ -168,7 +168,7 @@ class LogprobReader:
         if routers is not None and reading.routed and batch.routes is not None:
             routers.give(routes.wide(batch.routes), Replay.ON)
         try:
-            with self._computing(model, reading.precision):
+            with self.computing(model, reading.precision):
                 states = model.states(batch).index_select(0, batch.sources)
         finally:
             if routers is not None:
@@ -197,6 +197,17 @@ class LogprobReader:
             self._models[precision] = model
         return self._models[precision]
 
+    def loaded(self, precision: str, version: int) -> CausalModel:
+        """The same with the weights of a version."""
+        model = self.model(precision)
+        self._load(model, self.weights[version])
+        return model
+
+    @torch.no_grad()
+    def states(self, model: CausalModel, sample: Sample) -> Tensor:
+        """[T, E] last hidden states of one sample, as the trainer computes them."""
+        return model.states(Batch.pack([sample]).to(self.device))
+
     @torch.no_grad()
     def _load(self, model: CausalModel, weights: VersionWeights) -> None:
         own = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
@@ -205,7 +216,7 @@ class LogprobReader:
                 own[name].copy_(tensor)
 
     @contextmanager
-    def _computing(self, model: CausalModel, precision: str) -> Iterator[None]:
+    def computing(self, model: CausalModel, precision: str) -> Iterator[None]:
         fp8 = Fp8Layers.of(model, "train.precision") if precision == FP8 else None
         with _quietly(), nullcontext() if fp8 is None else fp8.using("fresh"):
             yield
@@ -217,11 +228,10 @@ class LogprobReader:
         """[T, L, k] of each sample: the experts that its tokens go to by themselves, with the
         newest of the weights that sampled it.
         """
-        model = self.model(reading.precision)
-        self._load(model, self.weights[int(self.claimed.max())])
+        model = self.loaded(reading.precision, int(self.claimed.max()))
         routers = Routers.of(model)
         assert routers is not None
-        with routers.watched(), self._computing(model, reading.precision):
+        with routers.watched(), self.computing(model, reading.precision):
             model.states(Batch.pack(self.samples).to(self.device))
             own = routers.own().cpu()
         return list(own.split([len(sample.tokens) for sample in self.samples]))

@@ -17,9 +17,11 @@ from reinforge.core.visible import visible
 
 if TYPE_CHECKING:
     from reinforge.build.mismatch import MismatchReport
+    from reinforge.build.mismatch_paths import PathComparison
     from reinforge.build.mismatch_words import CauseWords
 
 INDENT = 12  # of what is told of a cause
+FAR = 0.1  # of what it is from its own past: so near is the engine to the trainer
 
 
 def mismatch(
@@ -86,6 +88,9 @@ def print_report(found: MismatchReport) -> None:
     if found.causes and found.left > found.limit:
         print()
         print_text(f"{found.left:.3g} nats per token are left, which nothing here explains.")
+    if found.paths is not None:
+        print()
+        print_text(_paths(found.paths))
     if found.tried:
         print()
         print_text(f"Tried, each by itself (of {found.apart:.3g} nats per token):")
@@ -123,6 +128,22 @@ def _print_cause(found: MismatchReport, cause: CauseWords, number: int) -> None:
     for i, line in enumerate(lines):
         print_text(("  evidence".ljust(INDENT) if not i else " " * INDENT) + line)
     print_text("  turn".ljust(INDENT) + cause.turn)
+
+
+def _paths(paths: PathComparison) -> str:
+    told = (
+        f"The engine as it is now ({paths.samples} samples through its cache): {paths.told:.2g}"
+        f" nats from what it told then, {paths.trainer:.2g} from the trainer."
+    )
+    if paths.trainer < FAR * paths.told:
+        return f"{told} What differed then is not in this code and configuration."
+    first = paths.first
+    if first is None:
+        return f"{told} No operation parts from those before it."
+    return (
+        f"{told} The first operation that differs: {first.operation}, by {first.gap:.2g} of its"
+        f" size ({first.before:.1g} before it)."
+    )
 
 
 def _worst(found: MismatchReport, word: str) -> str:

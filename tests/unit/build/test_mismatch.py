@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.mismatched_runs import RUNS, make_models, mismatched_run
+from helpers.mismatched_runs import RUNS, judged, make_models, mismatched_run
 from helpers.toys import tokens_of
-from reinforge.build.mismatch import MismatchReport, explain_mismatch, plan_mismatch
+from reinforge.build.mismatch import MismatchReport, plan_mismatch
 from reinforge.build.mismatch_causes import find_causes
 from reinforge.build.readings import LogprobReader, LogprobReading, part_of
 from reinforge.cli.main import main
@@ -29,10 +29,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_models(tmp_path_factory.mktemp("mismatch"))
 
 
-def judged(run: Path, **how: Any) -> MismatchReport:
-    return explain_mismatch(plan_mismatch(run, **how), samples=8)
-
-
 def named(found: MismatchReport) -> list[str]:
     return [cause.name for cause in found.causes]
 
@@ -43,7 +39,7 @@ def named(found: MismatchReport) -> list[str]:
 @pytest.mark.parametrize("name", ["dtype", "temperature", "template", "never updated"])
 def test_a_planted_difference_is_named(name: str, models: Path, tmp_path: Path) -> None:
     run = mismatched_run(name, models, tmp_path / "run")
-    found = judged(run)
+    found = judged(name, run, 8)
     assert found.differs and found.kept
     assert named(found)[0] == RUNS[name].cause
     assert found.causes[0].explained > 0.5
@@ -55,7 +51,7 @@ def test_stale_weights_are_named_with_their_version(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = mismatched_run("stale", models, tmp_path / "run")
-    found = judged(run, step=4)
+    found = judged("stale", run, 8, step=4)
     assert named(found) == ["stale weights"] and found.causes[0].explained > 0.99
     assert "1 update behind: version 2, and the samples say 3" in found.causes[0].what
     assert "model.embed_tokens.weight" in found.causes[0].evidence[0]
@@ -64,12 +60,15 @@ def test_stale_weights_are_named_with_their_version(
     page = capsys.readouterr().out
     assert "Cause: stale weights" in page
     assert "turn      see that the engine gets the weights" in page
+    # the engine of now is a healthy one
+    assert found.paths is not None and found.paths.trainer < 1e-5 < found.paths.told
+    assert "What differed then is not in this code and configuration" in page
 
     # what was kept is enough: no server is started, and the verdict is the same
     served = tmp_path / "served"
     shutil.copytree(run, served)
     _set(served, "rollout", "engine", "vllm")
-    assert named(judged(served, step=4)) == ["stale weights"]
+    assert named(judged("stale", served, 8, step=4)) == ["stale weights"]
     (served / "rollouts" / "step-00000002.safetensors").unlink()
     with pytest.raises(InputError, match=r"step 2 are not kept.*run\.keep_rollouts"):
         plan_mismatch(served, 4)
@@ -82,7 +81,7 @@ def _set(run: Path, section: str, key: str, value: Any) -> None:
 
 
 def test_other_experts_are_named_with_the_first_choice(models: Path, tmp_path: Path) -> None:
-    found = judged(mismatched_run("routing", models, tmp_path / "run"))
+    found = judged("routing", mismatched_run("routing", models, tmp_path / "run"), 8)
     assert named(found)[0] == "routing"
     assert found.causes[0].turn == "train.router_replay=on"
     assert "choices are of other experts" in found.causes[0].evidence[0]
@@ -113,8 +112,34 @@ def test_rollouts_that_were_not_kept_are_generated_again(
     assert cause["name"] == "dtype" and "rollout.precision" in cause["turn"]
 
 
+def test_the_first_operation_that_differs_is_named(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No setting explains it, and the engine gives the same numbers again."""
+    run = mismatched_run("operation", models, tmp_path / "run", train={"steps": 2})
+    found = judged("operation", run, 8)
+    assert named(found) == ["numerics"] and found.causes[0].explained > 0.99
+    assert found.paths is not None and found.paths.first is not None
+    assert found.paths.first.operation == "model.layers.1.mlp.down_proj"
+    assert found.paths.first.before < 1e-4 < found.paths.first.gap
+    assert found.left == found.paths.told < 1e-5
+    print_report(found)
+    assert "The first operation that differs: model.layers.1.mlp" in capsys.readouterr().out
+
+
+def test_a_cache_in_another_precision_is_named(models: Path, tmp_path: Path) -> None:
+    """The trainer has no cache: only the engine's own path shows it."""
+    run = mismatched_run("cache", models, tmp_path / "run", train={"steps": 1})
+    found = judged("cache", run, 8)
+    assert named(found) == ["dtype"]
+    assert found.causes[0].turn == "rollout.cache_precision=model"
+    assert found.paths is not None and found.paths.first is not None
+    place = "what comes after model.layers.0.self_attn.v_proj and before"
+    assert found.paths.first.operation == f"{place} model.layers.0.self_attn.o_proj"
+
+
 def test_staleness_that_is_allowed_is_told_as_that(models: Path, tmp_path: Path) -> None:
-    found = judged(mismatched_run("staleness", models, tmp_path / "run"))
+    found = judged("staleness", mismatched_run("staleness", models, tmp_path / "run"), 8)
     assert named(found) == ["staleness"]
     assert found.apart < found.limit < found.overall
 

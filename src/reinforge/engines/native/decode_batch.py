@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -120,7 +120,7 @@ class DecodeBatch:
         size: int | None = None,
         width: int = 0,
         spare: int = 0,
-    ) -> DecodeBatch:
+    ) -> Self:
         """`size` rows at least: those beyond the sequences are done and point at the
         block `spare`.
         """

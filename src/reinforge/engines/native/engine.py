@@ -25,9 +25,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from reinforge.config.architectures import DRAFTS
 from reinforge.config.base import Precision
+from reinforge.core.arrays import ints, to_device
 from reinforge.core.batch import Batch
 from reinforge.core.constraint import Constraint
 from reinforge.core.engine import (
@@ -57,6 +59,7 @@ from reinforge.engines.native.cache_shapes import cache_shapes
 from reinforge.engines.native.decode_batch import DecodeBatch, LiveSequence
 from reinforge.engines.native.decoder import Decoder, DecodeWindow, LaunchedWindow
 from reinforge.engines.native.drafts import AnswerMemory, DraftTrial, Kin, Speculation, kin_of
+from reinforge.engines.native.forced import ForcedRows
 from reinforge.engines.native.prefill import SharedPrefix, admit, prefill
 from reinforge.models.attention import KVCache
 from reinforge.models.causal import CausalModel
@@ -404,6 +407,51 @@ class NativeEngine:
                     for pair in zip(ids.tolist(), values.tolist(), strict=True)
                 ]
         return own, top
+
+    async def forced(
+        self, tokens: Sequence[int], start: int, temperature: float = 1.0, *, plain: bool = False
+    ) -> list[float]:
+        """The log-prob of each token from `start` (> 0) on, computed as when it is sampled: the
+        prompt goes into the cache, then one token after the other. `plain`: by the modules
+        themselves, where there is a faster way. Nobody else may generate meanwhile.
+        """
+        assert not self._busy() and 0 < start < len(tokens)
+        await self.wake()
+        assert self.cache is not None
+        answer = list(tokens[start:])
+        future = asyncio.get_running_loop().create_future()
+        params = Sampling(len(answer), temperature)
+        stops: frozenset[int] = frozenset()
+        prompt = list(tokens[:start])
+        sequence = LiveSequence(prompt, params, 0, stops, future, next(self._arrivals), 0)
+        fork = admit(self._fork(prompt, [sequence]), self.pool, 1, ahead=len(answer))
+        assert fork is not None, "the cache holds one sequence of its length"
+        fused = None if plain else self.decoder.fused
+        found: list[Tensor] = []
+        try:
+            sequence.held.grow(self.pool, len(tokens))
+            with torch.no_grad(), self._computing(), self._watched():
+                hidden = None
+                while hidden is None:
+                    _, hidden, _ = prefill(
+                        self.model,
+                        self.cache,
+                        [fork],
+                        PREFILL_TOKENS,
+                        states=self.states,
+                        fused=fused,
+                    )
+                rows = ForcedRows.of([sequence], self.model.device, spare=self.blocks)
+                rows.given = to_device(ints([answer]), self.model.device)
+                picked, logprobs = rows.draw(self.model, hidden)
+                rows.advance(picked[:, None])
+                found.append(logprobs)
+                for _ in answer[1:]:
+                    _, logprobs = rows.step(self.model, self.cache, fused, states=self.states)
+                    found.append(logprobs[:, 0])
+        finally:
+            sequence.held.give_back(self.pool)
+        return torch.cat(found).tolist()
 
     async def update(self, weights: Weights, version: int) -> None:
         if weights.kind != "shared" or weights.module is not self.model.module:
