@@ -4,7 +4,7 @@ where a loss asks for it, and sends tokens where they went when they were sample
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -41,6 +41,13 @@ class TrainedExperts:
         self.routers = Routers.of(model) if isinstance(model, CausalModel) else None
         self.loss = RouterLoss.of(model, self.routers, cfg.router_aux_loss, cfg.router_z_loss)
         self.bias = RouterBias.of(model, self.routers, cfg.router_bias_rate)
+
+    def load_biases(self, saved: Mapping[str, Tensor]) -> None:
+        """From a state; those of a run that this one branched off stay, whoever moves them."""
+        if self.bias is None:
+            self.bias = RouterBias.kept(self.model, self.routers, saved)
+        if self.bias is not None:
+            self.bias.load(saved)
 
     def follow(self, batch: Batch | None, here: slice = slice(None)) -> None:
         """The next forwards and their backward passes are of this pack, of which `here` is computed

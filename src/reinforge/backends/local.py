@@ -340,8 +340,7 @@ class LocalBackend:
         for name, tensor in saved.items():
             own[name].copy_(tensor)
         self.optimizer.load(within(state.tensors, "optimizer/"))
-        if self.experts.bias is not None:
-            self.experts.bias.load(dict(within(state.tensors, BIASES)))
+        self.experts.load_biases(dict(within(state.tensors, BIASES)))
         self.steps = state.meta["steps"]
         if self.cfg.tokens_per_microbatch in ("auto", state.meta.get("budget_asked")):
             # what was free then, or what was left of it when memory ran out

@@ -9,7 +9,7 @@ Legend: L blocks of experts, E experts of a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +45,19 @@ class RouterBias:
     @classmethod
     def of(cls, model: PackedModel, routers: Routers | None, rate: float) -> RouterBias | None:
         """None: nobody wants them moved."""
-        if not rate:
-            return None
+        return cls._found(model, routers, rate) if rate else None
+
+    @classmethod
+    def kept(
+        cls, model: PackedModel, routers: Routers | None, saved: Mapping[str, Tensor]
+    ) -> RouterBias | None:
+        """Those that another run moved before, and that stay as they are now; None: there are
+        none.
+        """
+        return cls._found(model, routers, 0.0) if saved else None
+
+    @classmethod
+    def _found(cls, model: PackedModel, routers: Routers | None, rate: float) -> RouterBias:
         biases = list(biases_of(model.module))
         if routers is None or len(biases) != len(routers.choices):
             raise InputError(
@@ -103,7 +114,7 @@ class RouterBias:
         return {block.name: block.exact for block in self.blocks}
 
     @torch.no_grad()
-    def load(self, saved: dict[str, Tensor]) -> None:
+    def load(self, saved: Mapping[str, Tensor]) -> None:
         for block in self.blocks:
             if block.name in saved:
                 block.exact.copy_(saved[block.name])

@@ -66,7 +66,7 @@ class DeepSpeedWorker(RankWorker):
                 where="model.dtype",
                 fix="Set model.dtype=float32, or train.backend=fsdp.",
             )
-        if cfg.router_bias_rate:
+        if isinstance(model, CausalModel):
             keep_whole(model.module)
         self.member = member
         self.itemsize = model.dtype.itemsize
@@ -202,8 +202,7 @@ class DeepSpeedWorker(RankWorker):
         for key, tensor in tensors.items():
             kind, name, *rest = key.split("/")
             if key.startswith(BIASES):
-                if self.experts.bias is not None:
-                    self.experts.bias.load({name: tensor})
+                self.experts.load_biases({name: tensor})
             elif kind == "model":
                 self.optimizer.put(name, "master", tensor)
             elif rest == ["step"]:

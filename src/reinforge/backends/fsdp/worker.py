@@ -73,7 +73,7 @@ class FsdpWorker(RankWorker):
             TensorParallelPlan(model, self.parallel.tensor) if self.parallel.tensor > 1 else None
         )
         slices = self._slices(model)
-        if cfg.router_bias_rate:
+        if isinstance(model, CausalModel):
             keep_whole(model.module)
         self.dtype = model.dtype
         trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
