@@ -1,8 +1,8 @@
 """Toy configurations of every decoder of transformers: `names` are all of them.
 
-Most are transformers' own defaults made small (`toy_shrink`). Written out are those that were once
-silently wrong, those that cannot be right here, and variants of one architecture that take another
-path through it.
+Most are transformers' own defaults made small (`models/toy_shapes.py`). Written out are those that
+were once silently wrong, those that cannot be right here, and variants of one architecture that
+take another path through it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from helpers.toy_shrink import shrunken
 from reinforge.config.architectures import NO_DECODERS
+from reinforge.models.toy_shapes import shrunken
 
 ORIGINAL = 16  # tokens up to which the rotary embeddings of `longrope` stay as they are
 NAMED = 32  # and those of `dynamic`

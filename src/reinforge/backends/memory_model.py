@@ -29,6 +29,9 @@ HEAD_ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 21}  # logits of one chunk: models
 LIBRARIES = int(0.4 * GIB)
 # of what is left for activations; the rest is fragmentation and what the model below does not see
 SHARE = 0.85
+# bytes of a number in NF4 with double quantisation: half a byte, one for every 64 numbers, and four
+# for every 256 of those
+NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 # tokens per micro-batch; past FAR_ENOUGH more is not faster
 CPU_BUDGET = 4096
 LEAST = 1024
@@ -37,7 +40,10 @@ FAR_ENOUGH = 24576
 
 
 def weight_bytes(f: ModelFacts) -> int:
-    return f.parameters() * f.itemsize + (f.learning() * FLOAT if f.rank is not None else 0)
+    """With the adapter, which is float32. Of weights in NF4 one matrix at a time is unpacked."""
+    largest = max(a * b for a, b, _ in f.linears().values()) if f.packed else 0
+    base = (f.parameters() - f.packed + largest) * f.itemsize + int(NF4 * f.packed)
+    return base + (f.learning() * FLOAT if f.rank is not None else 0)
 
 
 def optimizer_bytes(f: ModelFacts) -> int:
@@ -71,8 +77,28 @@ def head_bytes(f: ModelFacts, tokens: int, device: str = "cuda") -> int:
     return chunk + (f.vocab * f.hidden * (FLOAT + f.itemsize) if f.rank is None else 0)
 
 
+def saved_attention(f: ModelFacts) -> dict[str, int]:
+    """Of what `saved` lists, the part of attention."""
+    b = f.itemsize
+    return {
+        "q": b * f.query,
+        "k": b * f.key,
+        "v": b * f.value,
+        "attention": b * f.attended,
+        "attention_sums": FLOAT * f.heads,
+    }
+
+
+def saved_state(f: ModelFacts) -> int:
+    """Bytes that the mixer of one layer that keeps state keeps of one token."""
+    if f.state is None:
+        return 0
+    return f.state.kept_narrow * f.itemsize + f.state.kept_wide * FLOAT
+
+
 def saved(f: ModelFacts) -> dict[str, int]:
-    """Bytes that one decoder layer keeps of one token for its backward pass, tensor by tensor.
+    """Bytes that one decoder layer that attends keeps of one token for its backward pass, tensor by
+    tensor.
 
     Eager: RMSNorm keeps its input in float32 and, for the gradient of its weight, the normalised
     input; a matrix keeps its input; attention keeps q, k, v, its output and one float32 per head;
@@ -82,16 +108,8 @@ def saved(f: ModelFacts) -> dict[str, int]:
     """
     b = f.itemsize
     h = f.hidden
-    q = f.query
-    k = f.key
-    inner = f.inner * f.active
-    attention = {
-        "q": b * q,
-        "k": b * k,
-        "v": b * f.value,
-        "attention": b * f.attended,
-        "attention_sums": FLOAT * f.heads,
-    }
+    inner = f.wide
+    attention = saved_attention(f)
     gate = {"gate": b * inner, "activated": b * inner} if f.gated else {"activated": b * inner}
     if f.rank is not None:
         inputs = {"norm_outputs": 2 * b * h, "product": b * inner}
@@ -129,14 +147,21 @@ def activation_bytes(f: ModelFacts) -> int:
     whole), and what is outside of them: embedding, final norm, rotary tables, the rows that the
     head reads and their gradient.
     """
-    layer = sum(saved(f).values())
-    layers = f.layers * f.hidden * f.itemsize + layer if f.checkpointing else f.layers * layer
+    attention = sum(saved_attention(f).values())
+    around = sum(saved(f).values()) - attention  # norms and MLP, which every layer has
+    state = saved_state(f)
+    mixers = 0 if f.state is None else f.state.layers
+    if f.checkpointing:
+        layers = f.layers * f.hidden * f.itemsize + around + max(attention, state)
+    else:
+        layers = f.layers * around + f.attending * attention + mixers * state
     return layers + f.hidden * (5 * f.itemsize + FLOAT) + 4 * f.head_dim * FLOAT + 64
 
 
 def backward_bytes(f: ModelFacts) -> int:
     """Per packed token: gradients inside the layer that the backward is in."""
-    return f.itemsize * 4 * (f.inner * f.active + f.hidden)
+    work = 0 if f.state is None else FLOAT * f.state.work
+    return max(f.itemsize * 4 * (f.wide + f.hidden), work)
 
 
 def fp8_bytes(f: ModelFacts) -> int:

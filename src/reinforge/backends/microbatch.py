@@ -25,6 +25,7 @@ from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
 from reinforge.models.device_memory import device_memory
 from reinforge.models.packed import PackedModel
+from reinforge.models.weight_kinds import count_weights
 
 
 def trained_tokens(
@@ -136,16 +137,19 @@ def _wide(part: Tensor | Extreme | Metric) -> Tensor:
 
 def facts_of(model: PackedModel, *, offload: bool = False) -> ModelFacts:
     """What the memory model wants to know, counted on the model itself."""
-    sizes = [(p.numel(), p.requires_grad) for p in model.module.parameters()]
-    trained = sum(n for n, learns in sizes if learns)
     adapted = is_adapted(model.module)
+    plain = ModelFacts.of(model.config)
+    counted = count_weights(model.module, experts=plain.experts, active=plain.active)
     return ModelFacts.of(
         model.config,
         itemsize=model.dtype.itemsize,
         rank=_rank(model) if adapted else None,
         offload=offload,
-        weights=sum(n for n, _ in sizes) - (trained if adapted else 0),
-        trained=trained,
+        weights=counted.base,
+        trained=counted.trained,
+        matrices=counted.matrices,
+        met=counted.met,
+        packed=counted.packed,
         checkpointing=bool(getattr(model.plain, "is_gradient_checkpointing", False)),
         compiled=any(
             getattr(part, "_compiled_call_impl", None) is not None for part in model.trunk.modules()

@@ -144,10 +144,11 @@ def _mode(f: ModelFacts, machine: Machine) -> str:
 
 def forward_flops(f: ModelFacts, tokens: float, length: float) -> float:
     """2 per weight and token that meet, and causal attention over rows of `length`: 4·Q per pair,
-    half of the pairs.
+    half of the pairs. A recurrence changes every number of its states and reads it.
     """
     head = f.vocab * f.hidden
-    return tokens * (2 * (f.body(active=True) + head) + 2 * f.layers * f.query * length)
+    states = 0 if f.state is None else 6 * f.state.wide
+    return tokens * (2 * (f.body(active=True) + head) + 2 * f.attending * f.query * length + states)
 
 
 def train_seconds(f: ModelFacts, machine: Machine, work: StepWork) -> float:

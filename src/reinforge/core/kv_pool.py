@@ -46,7 +46,7 @@ class DeviceShare:
 def prefill_bytes(f: ModelFacts) -> int:
     """Activations of one forward over prompts, and what a recurrence computes with in float32."""
     work = 0 if f.state is None else FLOAT * f.state.work
-    return PREFILL_TOKENS * (f.itemsize * (4 * f.hidden + 3 * f.inner * f.active) + work)
+    return PREFILL_TOKENS * (f.itemsize * (4 * f.hidden + 3 * f.wide) + work)
 
 
 def logit_bytes(f: ModelFacts, rows: int) -> int:

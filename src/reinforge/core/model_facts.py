@@ -5,6 +5,7 @@ Imports no torch: `plan` asks before anything is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,8 @@ class ModelFacts:
     """What the memory of a model depends on, as plain numbers. Predictions of `plan` and the sizes
     of micro-batches are computed from it.
 
-    `weights` and `trained` are counted parameters; without them they are computed.
+    `weights`, `trained`, `matrices` and `met` are counted parameters (`models/weight_kinds.py`);
+    without them they are computed, as if every layer attended.
     """
 
     layers: int
@@ -51,8 +53,12 @@ class ModelFacts:
     gated: bool = True
     experts: int = 1
     active: int = 1  # experts per token
+    shared: int = 0  # inner size of experts that every token meets
     weights: int | None = None
     trained: int | None = None
+    matrices: int | None = None  # counted in the layers; None: computed from the sizes
+    met: int | None = None  # of these, by one token
+    packed: int = 0  # of the weights, in NF4
     state: StateFacts | None = None  # of layers that keep state; None: all attend
 
     @classmethod
@@ -93,7 +99,8 @@ class ModelFacts:
             "vocab": first("vocab_size") or 1,
             "tied": bool(getattr(config, "tie_word_embeddings", False)),
             "experts": experts,
-            "active": first("num_experts_per_tok") or 1,
+            "active": (first("num_experts_per_tok") if experts > 1 else None) or 1,
+            "shared": _shared(first, inner) if experts > 1 else 0,
             "gated": getattr(config, "model_type", "") not in UNGATED,
             "state": StateFacts.of(config),
         }
@@ -146,8 +153,16 @@ class ModelFacts:
             **mlp,
         }
 
+    @property
+    def wide(self) -> int:
+        """Inner numbers of the MLP, or of the experts, that one token meets."""
+        return self.inner * self.active + self.shared
+
     def body(self, active: bool = False) -> int:
         """Parameters of the layers; `active`: those that one token meets."""
+        counted = self.met if active else self.matrices
+        if counted is not None:
+            return counted
         return self.layers * sum(
             a * b * (min(n, self.active) if active else n) for a, b, n in self.linears().values()
         )
@@ -175,3 +190,9 @@ class ModelFacts:
     def masters(self) -> bool:
         """Whether what is trained needs a float32 copy: adapters are float32 themselves."""
         return self.itemsize < FLOAT and self.rank is None
+
+
+def _shared(first: Callable[..., int | None], inner: int) -> int:
+    """Inner size of the experts that every token meets beside those that are chosen for it."""
+    one = first("shared_expert_intermediate_size", "shared_intermediate_size")
+    return one or inner * (first("n_shared_experts", "num_shared_experts") or 0)

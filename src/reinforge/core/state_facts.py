@@ -28,6 +28,10 @@ class StateFacts:
     narrow: int = 0  # of one sequence, in the model's precision: inputs of convolutions
     wide: int = 0  # of one sequence, in float32: states of recurrences
     work: int = 0  # of one token while it is computed, in float32, in the layer with the most
+    layers: int = 0  # that keep state
+    # what one of them keeps of one token for its backward pass
+    kept_narrow: int = 0  # in the model's precision
+    kept_wide: int = 0  # in float32
 
     @classmethod
     def of(cls, config: Any) -> StateFacts | None:
@@ -36,9 +40,16 @@ class StateFacts:
         mixers = sum(kind in STATEFUL for kind in kinds)
         if not mixers:
             return None
-        narrow, wide, work = _mixer(config)
-        attending = sum(kind in ATTENDING for kind in kinds)
-        return cls(attending, mixers * narrow, mixers * wide, work)
+        one = _mixer(config)
+        return cls(
+            attending=sum(kind in ATTENDING for kind in kinds),
+            narrow=mixers * one.narrow,
+            wide=mixers * one.wide,
+            work=one.work,
+            layers=mixers,
+            kept_narrow=one.kept_narrow,
+            kept_wide=one.kept_wide,
+        )
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -61,11 +72,21 @@ def layer_kinds(config: Any) -> list[str]:
     return ["attention" if layer in attending else "mamba" for layer in layers]
 
 
-def _mixer(config: Any) -> tuple[int, int, int]:
-    """Of one layer that keeps state: `narrow`, `wide` and `work` of StateFacts.
+@dataclass(frozen=True, slots=True)
+class _MixerSizes:
+    """Of one layer that keeps state, as in `StateFacts`; `_mixer` makes it."""
 
-    The factors of `work` were measured on a CPU, as the highest memory beside the inputs while
-    1,024 tokens of two sequences were computed, and rounded up.
+    narrow: int
+    wide: int
+    work: int
+    kept_narrow: int
+    kept_wide: int
+
+
+def _mixer(config: Any) -> _MixerSizes:
+    """The factors of `work` were measured on a CPU, as the highest memory beside the inputs while
+    1,024 tokens of two sequences were computed, and rounded up. Those of what is kept are fitted to
+    the tensors that autograd saved, in float32 and bfloat16, over shapes of each kind.
     """
 
     def first(*names: str) -> int:
@@ -75,25 +96,37 @@ def _mixer(config: Any) -> tuple[int, int, int]:
     hidden = first("hidden_size")
     taps = first("conv_L_cache", "linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel") - 1
     if first("conv_L_cache"):
-        return taps * hidden, 0, 0
+        return _MixerSizes(taps * hidden, 0, 0, 7 * hidden, 0)
     heads = first("linear_num_value_heads", "linear_num_heads")
-    if heads:
-        key = first("linear_key_head_dim", "linear_head_dim")
-        value = first("linear_value_head_dim", "linear_head_dim")
-        queries = first("linear_num_key_heads", "linear_num_heads")
-        channels = 2 * queries * key + heads * value
-        return taps * channels, heads * key * value, heads * (8 * key + 5 * value + 9 * CHUNK)
-    return _mamba(first, taps, hidden)
+    if not heads:
+        return _mamba(first, taps, hidden)
+    key = first("linear_key_head_dim", "linear_head_dim")
+    value = first("linear_value_head_dim", "linear_head_dim")
+    channels = 2 * first("linear_num_key_heads", "linear_num_heads") * key + heads * value
+    return _MixerSizes(
+        narrow=taps * channels,
+        wide=heads * key * value,
+        work=heads * (8 * key + 5 * value + 9 * CHUNK),
+        kept_narrow=hidden + 2 * channels + heads * (8 * key + 3 * value),
+        kept_wide=heads * (5 * key + 7 * value + 5 * CHUNK),
+    )
 
 
-def _mamba(first: Callable[..., int], taps: int, hidden: int) -> tuple[int, int, int]:
+def _mamba(first: Callable[..., int], taps: int, hidden: int) -> _MixerSizes:
     """Mamba-2, which has heads, or the first one, which has channels."""
     state = first("mamba_d_state", "ssm_state_size", "state_size")
     inner = first("mamba_expand", "expand") * hidden
     heads = first("mamba_n_heads", "mamba_num_heads", "num_heads")
     if not heads:
-        return taps * inner, inner * state, 5 * inner
+        kept = hidden + 8 * inner
+        return _MixerSizes(taps * inner, inner * state, 5 * inner, kept, inner * (2 * state + 4))
     size = first("mamba_d_head", "mamba_head_dim", "head_dim") or inner // heads
     inner = heads * size
-    channels = inner + 2 * first("mamba_n_groups", "n_groups") * state
-    return taps * channels, inner * state, heads * (8 * size + 5 * state + 4 * CHUNK)
+    sides = 2 * first("mamba_n_groups", "n_groups") * state
+    return _MixerSizes(
+        narrow=taps * (inner + sides),
+        wide=inner * state,
+        work=heads * (8 * size + 5 * state + 4 * CHUNK),
+        kept_narrow=hidden + 5 * inner + 7 * sides,
+        kept_wide=heads * (8 * size + 6 * state + 3 * CHUNK),
+    )

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 
 from reinforge.config.train import TrainConfig
@@ -81,15 +80,3 @@ def _tied(module: Any, pattern: str) -> str:
     if "head" not in pattern or not module.config.tie_word_embeddings:
         return ""
     return " Its output head is its input embedding, and goes by that name."
-
-
-def count_trained(shape: Any, train: TrainConfig) -> int:
-    """How many numbers a run trains of a causal LM of this transformers configuration; no weights
-    are made.
-    """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(shape)
-    learns = set(trained_names(module, train))
-    return sum(p.numel() for name, p in module.named_parameters() if name in learns)

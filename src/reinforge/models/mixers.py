@@ -265,11 +265,8 @@ def replace_mixers(module: nn.Module) -> int:
     logging.getLogger("transformers.integrations.hub_kernels").addFilter(_true_of_ours)
     count = 0
     for number, part in enumerate(module.modules()):
-        forward = inspect.unwrap(type(part).forward)
-        code = getattr(forward, "__code__", None)
-        names = [] if code is None else [name for name in PRIMITIVES if name in code.co_names]
-        functions = getattr(forward, "__globals__", {})
-        if not any(name in functions for name in names):
+        names, functions = _primitives_of(part)
+        if not names:
             continue
         count += 1
         if "forward" in vars(part):
@@ -279,6 +276,22 @@ def replace_mixers(module: nn.Module) -> int:
         mixer = StateMixer(part, int(part.layer_idx), number)  # type: ignore[arg-type]
         part.forward = mixer.forward  # type: ignore[method-assign]
     return count
+
+
+def is_mixer(part: nn.Module) -> bool:
+    """Whether its own forward computes with states."""
+    return bool(_primitives_of(part)[0])
+
+
+def _primitives_of(part: nn.Module) -> tuple[list[str], dict[str, Any]]:
+    """The functions of a modelling file that a module's forward calls and that keep state, and all
+    that the file has; no names where it calls none.
+    """
+    forward = inspect.unwrap(type(part).forward)
+    code = getattr(forward, "__code__", None)
+    names = [] if code is None else [name for name in PRIMITIVES if name in code.co_names]
+    functions: dict[str, Any] = getattr(forward, "__globals__", {})
+    return (names if any(name in functions for name in names) else []), functions
 
 
 def _true_of_ours(record: logging.LogRecord) -> bool:

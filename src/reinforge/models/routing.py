@@ -151,7 +151,7 @@ class Routers:
         found = [
             _choice_of(part, ModelFacts.of(model.config).experts)
             for part in model.trunk.modules()
-            if _holds_experts(part)
+            if holds_experts(part)
         ]
         return cls(type(model.plain).__name__, found) if found else None
 
@@ -224,7 +224,8 @@ class Routers:
         return choice
 
 
-def _holds_experts(part: nn.Module) -> bool:
+def holds_experts(part: nn.Module) -> bool:
+    """Whether it is a block of experts."""
     return "experts" in dict(part.named_children())
 
 

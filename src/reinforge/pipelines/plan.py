@@ -26,12 +26,17 @@ from reinforge.core.errors import InputError, ReinforgeError
 from reinforge.pipelines.artefact import path_in, read_artefact
 from reinforge.pipelines.run import check_finished, redone
 from reinforge.plan.checks import run_checks
-from reinforge.plan.plan import DEADLINE_SECONDS, plan_run, worker_report
+from reinforge.plan.options import PlanOptions
+from reinforge.plan.plan import plan_run, seconds_for, worker_report
 from reinforge.plan.preflight import PlanReport, preflight, tell_stage
 
 
 def plan(
-    config_path: Path, overrides: Sequence[str] = (), *, deadline: float = DEADLINE_SECONDS
+    config_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    deadline: float | None = None,
+    options: PlanOptions | None = None,
 ) -> PlanReport:
     """What is wrong with the run or pipeline that a file describes. No model is loaded for it."""
     try:
@@ -39,12 +44,17 @@ def plan(
     except ReinforgeError as error:
         return PlanReport(errors=[str(error)])
     if isinstance(config, Pipeline):
-        return plan_pipeline(config, deadline=deadline)
-    return plan_run(config, Path(config_path), overrides, deadline=deadline)
+        return plan_pipeline(config, deadline=deadline, options=options)
+    return plan_run(config, Path(config_path), overrides, deadline=deadline, options=options)
 
 
-def plan_pipeline(pipeline: Pipeline, *, deadline: float = DEADLINE_SECONDS) -> PlanReport:
-    """Both phases of all stages. The second is done only if the first found nothing wrong."""
+def plan_pipeline(
+    pipeline: Pipeline, *, deadline: float | None = None, options: PlanOptions | None = None
+) -> PlanReport:
+    """All phases of all stages. The second and third are done only if the first found nothing
+    wrong.
+    """
+    options = options or PlanOptions()
     report, ready = first_phase(pipeline)
     if report.ok and ready:
         with tempfile.TemporaryDirectory(prefix="reinforge-plan-") as folder:
@@ -58,7 +68,11 @@ def plan_pipeline(pipeline: Pipeline, *, deadline: float = DEADLINE_SECONDS) -> 
                 )
             )
             found = worker_report(
-                path, (), deadline * len(ready), module="reinforge.pipelines.plan"
+                path,
+                (),
+                seconds_for(options, deadline) * len(ready),
+                module="reinforge.pipelines.plan",
+                options=options,
             )
         for stage in report.summary["stages"]:
             stage.update(found["summary"].get(stage["stage"], {}))
@@ -184,13 +198,13 @@ def describe_pipeline(report: PlanReport) -> list[dict[str, Any]]:
     return rows
 
 
-def run_stage_checks(stages: Sequence[dict[str, Any]]) -> PlanReport:
-    """Phase 2 of each stage, its name in front of every message."""
+def run_stage_checks(stages: Sequence[dict[str, Any]], options: PlanOptions) -> PlanReport:
+    """Phases 2 and 3 of each stage, its name in front of every message."""
     total = PlanReport()
     for item in stages:
         name = item["stage"]
         tell_stage(f"checking the stage {name}")
-        found = run_checks(config_from_dict(item["config"], where=f"stage {name}"))
+        found = run_checks(config_from_dict(item["config"], where=f"stage {name}"), options)
         total.errors += [f"stage {name}: {error}" for error in found.errors]
         total.warnings += [f"stage {name}: {warning}" for warning in found.warnings]
         total.summary[name] = found.summary
@@ -200,7 +214,7 @@ def run_stage_checks(stages: Sequence[dict[str, Any]]) -> PlanReport:
 def main(argv: list[str]) -> None:
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anybody prints from now on goes to standard error
-    report = run_stage_checks(json.loads(Path(argv[0]).read_text()))
+    report = run_stage_checks(json.loads(Path(argv[0]).read_text()), PlanOptions.of(argv))
     output.write(json.dumps(report.as_dict()))
     output.close()
     sys.stdout.flush()

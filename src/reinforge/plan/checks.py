@@ -1,9 +1,10 @@
-"""Phase 2 of `plan`: reads the data, renders prompts and runs the rewards.
+"""Phases 2 and 3 of `plan`: reads the data, renders prompts and runs the rewards; deep.py is the
+third.
 
 Runs as a process of its own that can be killed. The checks themselves are in data_checks.py, which
 is imported when it is known whether a hub answers.
 
-    python -m reinforge.plan.checks CONFIG [key=value...] --json
+    python -m reinforge.plan.checks CONFIG [key=value...] [--deep] [--gpu=NAME] --json
 
 Standard output holds the report and nothing else; what libraries and rewards print goes to standard
 error, and so do the lines `stage: ...` that tell what was going on when the deadline came.
@@ -24,12 +25,16 @@ from reinforge.core.errors import ReinforgeError
 from reinforge.data.readers import kind_of
 from reinforge.data.sources import MIXTURE, PYTHON
 from reinforge.plan.hub import go_offline_if_unreachable, not_here
+from reinforge.plan.options import PlanOptions
 from reinforge.plan.preflight import IMPORTING, PlanReport, tell_stage
 from reinforge.watch.runs import checkpoints, steps_begun
 
 
-def run_checks(config: Config) -> PlanReport:
-    """Everything that needs the rows, the tokenizer and the rewards, but no weights."""
+def run_checks(config: Config, options: PlanOptions | None = None) -> PlanReport:
+    """Everything that needs the rows, the tokenizer and the rewards, but no weights; with
+    `options.deep` the third phase too.
+    """
+    options = options or PlanOptions()
     report = PlanReport()
     offline = go_offline_if_unreachable(config)
     if offline:
@@ -41,7 +46,7 @@ def run_checks(config: Config) -> PlanReport:
         _import(config, tokenizer=not missing)
         from reinforge.plan.data_checks import check_data
 
-        check_data(config, report, models=not missing)
+        check_data(config, report, options, models=not missing)
     except ReinforgeError as error:
         report.errors.append(str(error))
     return report
@@ -89,8 +94,8 @@ def _import(config: Config, *, tokenizer: bool) -> None:
 def main(argv: list[str]) -> None:
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anybody prints from now on goes to standard error
-    config, *overrides = (arg for arg in argv if arg != "--json")
-    report = run_checks(load_config(Path(config), overrides))
+    config, *overrides = (arg for arg in argv if not arg.startswith("--"))
+    report = run_checks(load_config(Path(config), overrides), PlanOptions.of(argv))
     if "--json" in argv:
         output.write(json.dumps(report.as_dict()))
     else:

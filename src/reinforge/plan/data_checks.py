@@ -19,7 +19,9 @@ from reinforge.data.source_report import SourceReport, lines_of
 from reinforge.data.sources import overlap, train_and_eval_rows
 from reinforge.data.units import BOTH_LABELS, Units, judged, one_sided, texts
 from reinforge.models.load import context_length, load_tokenizer
+from reinforge.plan.deep import check_deep
 from reinforge.plan.gold_answers import check_rewards, named, sample
+from reinforge.plan.options import PlanOptions
 from reinforge.plan.outside import (
     check_engine,
     check_env,
@@ -28,16 +30,18 @@ from reinforge.plan.outside import (
     check_other_models,
     check_ranks,
 )
-from reinforge.plan.prediction import predict_plan
+from reinforge.plan.prediction import Expectation, predict_plan
 from reinforge.plan.preflight import PlanReport, tell_stage
 from reinforge.rewards.build import build_rewards
 from reinforge.rollout.rows.curriculum import difficulties
 
 SAMPLE_ABOVE = 10_000
+LISTED = 10  # rows that are too long, by their places
+TOO_LONG = {"error": "refused", "drop": "dropped", "truncate": "truncated"}  # by data.length
 
 
-def check_data(config: Config, report: PlanReport, *, models: bool) -> None:
-    """All of them, in this order.
+def check_data(config: Config, report: PlanReport, options: PlanOptions, *, models: bool) -> None:
+    """All of them, in this order, and phase 3 where it was asked for.
 
     `models`: they are here, or can be fetched.
     """
@@ -47,6 +51,28 @@ def check_data(config: Config, report: PlanReport, *, models: bool) -> None:
     train, held_out = _rows(config, report)
     if not train:
         return
+    try:
+        plan = _check_rows(config, train, held_out, report, options, models=models)
+    except ReinforgeError as error:
+        if not (options.deep and models):
+            raise
+        report.errors.append(str(error))
+        plan = None
+    if options.deep and models:
+        check_deep(config, train, plan, report)
+
+
+def _check_rows(
+    config: Config,
+    train: Sequence[Row],
+    held_out: Sequence[Row],
+    report: PlanReport,
+    options: PlanOptions,
+    *,
+    models: bool,
+) -> Expectation | None:
+    """What is looked for in rows that could be read; what the run is expected to take."""
+    plan = None
     tell_stage("comparing training and evaluation rows")
     check_disjoint(train, held_out, report)
     _check_curriculum(config, train)
@@ -54,7 +80,7 @@ def check_data(config: Config, report: PlanReport, *, models: bool) -> None:
     _check_columns(config, train, held_out)
     _check_labels(config, train, report)
     if models:
-        _check_model(config, train, held_out, report)
+        plan = _check_model(config, train, held_out, report, options)
     else:
         report.warn("plan", "prompts, memory and time could not be checked without the models.")
     tell_stage("looking for engines and ranks")
@@ -62,11 +88,16 @@ def check_data(config: Config, report: PlanReport, *, models: bool) -> None:
     check_ranks(config, report)
     tell_stage("scoring gold answers")
     check_rewards(config, train, report)
+    return plan
 
 
 def _check_model(
-    config: Config, train: Sequence[Row], held_out: Sequence[Row], report: PlanReport
-) -> None:
+    config: Config,
+    train: Sequence[Row],
+    held_out: Sequence[Row],
+    report: PlanReport,
+    options: PlanOptions,
+) -> Expectation | None:
     """What the tokenizer and the model's configuration tell."""
     tell_stage("rendering prompts")
     _check_prompts(config, sample(train, SAMPLE_ABOVE), sample(held_out, SAMPLE_ABOVE), report)
@@ -78,7 +109,7 @@ def _check_model(
     tell_stage("looking at the model's heads")
     check_heads(config, report)
     tell_stage("predicting memory and time")
-    predict_plan(config, report)
+    return predict_plan(config, report, options)
 
 
 def _rows(config: Config, report: PlanReport) -> tuple[Sequence[Row], Sequence[Row]]:
@@ -261,13 +292,19 @@ def check_lengths(
         f"{len(long)} of {len(rows)} checked {kind} rows are longer than {limit} tokens; the"
         f" longest is {named(rows[worst])} with {longest}."
     )
+    fix = (
+        "Shorten them, raise data.max_length, lower rollout.max_new_tokens, or set data.length"
+        " to drop or truncate."
+    )
+    if kind == "training":
+        report.summary["too_long"] = {
+            "count": len(long),
+            "done": TOO_LONG[config.data.length],
+            "rows": [{"where": rows[i].where, "tokens": n} for n, i in long[:LISTED]],
+            "fix": fix,
+        }
     if config.data.length == "error":
-        report.refuse(
-            "data.length",
-            what,
-            "Shorten them, raise data.max_length, lower rollout.max_new_tokens, or set data.length"
-            " to drop or truncate.",
-        )
+        report.refuse("data.length", what, fix)
     elif config.data.length == "drop" and len(long) == len(rows):
         report.refuse(
             "data.length",
@@ -275,6 +312,6 @@ def check_lengths(
             "All of them would be dropped: raise data.max_length or lower rollout.max_new_tokens.",
         )
     else:
-        done = "dropped" if config.data.length == "drop" else "truncated"
+        done = TOO_LONG[config.data.length]
         report.summary[done] = {**report.summary.get(done, {}), kind: len(long)}
         report.warn("data.length", what, f"They are {done}.")

@@ -2,8 +2,9 @@
 
 Phase 1 (`preflight`) imports neither torch nor transformers and takes well under five seconds.
 Phase 2 (`checks`) reads data and runs rewards, in a process group of its own that is killed at the
-deadline. What it takes to import libraries is not counted: on a busy machine or a slow disk that is
-most of it, and nothing in a configuration makes it faster.
+deadline. With `--deep` phase 3 (`deep`) follows in the same process: proofs on the rows' text, one
+step at toy size, what fits and what would help. What it takes to import libraries is not counted:
+on a busy machine or a slow disk that is most of it, and nothing in a configuration makes it faster.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from typing import IO, Any
 
 from reinforge.build.predict import shown
 from reinforge.config.schema import Config
+from reinforge.plan.options import PlanOptions
 from reinforge.plan.preflight import IMPORTING, PlanReport, preflight
 
 DEADLINE_SECONDS = 30.0
+DEEP_DEADLINE_SECONDS = 120.0
 IMPORT_SECONDS = 600.0  # for importing libraries, beside the deadline
 LOOK_SECONDS = 0.05  # how often the worker is looked at
 STAGE = re.compile(rb"^stage: (.*)\n", re.MULTILINE)
@@ -36,16 +39,25 @@ def plan_run(
     config_path: Path,
     overrides: Sequence[str] = (),
     *,
-    deadline: float = DEADLINE_SECONDS,
+    deadline: float | None = None,
+    options: PlanOptions | None = None,
 ) -> PlanReport:
-    """Both phases for the config that was read from `config_path` with `overrides`.
+    """All phases for the config that was read from `config_path` with `overrides`.
 
     Phase 2 runs only if phase 1 found nothing wrong.
     """
+    options = options or PlanOptions()
     report = preflight(config)
     if report.ok:
-        report.extend(worker_report(config_path, overrides, deadline))
+        seconds = seconds_for(options, deadline)
+        report.extend(worker_report(config_path, overrides, seconds, options=options))
     return report
+
+
+def seconds_for(options: PlanOptions, deadline: float | None) -> float:
+    """How long the checks of one run may take; None: what is usual."""
+    usual = DEEP_DEADLINE_SECONDS if options.deep else DEADLINE_SECONDS
+    return usual if deadline is None else deadline
 
 
 def worker_report(
@@ -53,11 +65,13 @@ def worker_report(
     overrides: Sequence[str],
     deadline: float,
     module: str = "reinforge.plan.checks",
+    options: PlanOptions | None = None,
 ) -> dict[str, Any]:
-    """Phase 2 in a process that cannot hang us: its whole group is killed at the deadline, or when
-    we are interrupted.
+    """Phases 2 and 3 in a process that cannot hang us: its whole group is killed at the deadline,
+    or when we are interrupted.
     """
-    command = [sys.executable, "-m", module, str(config_path), *overrides, "--json"]
+    asked = (options or PlanOptions()).arguments()
+    command = [sys.executable, "-m", module, str(config_path), *overrides, *asked, "--json"]
     start = time.monotonic()
     process = subprocess.Popen(
         command,
@@ -204,6 +218,8 @@ def describe(report: PlanReport) -> list[tuple[str, str]]:
         ("algorithm", s.get("algorithm")),
         ("backend", s.get("backend")),
     ]
+    if "weights" in s:
+        lines.append(("weights", _weights(s["weights"])))
     if "data" in s:
         lines.append(("data", "; ".join(s["data"])))
     if "rows" in s:
@@ -265,3 +281,48 @@ def describe(report: PlanReport) -> list[tuple[str, str]]:
     lines += shown(s["prediction"]) if "prediction" in s else []
     lines.append(("run directory", s.get("run_dir")))
     return [(label, str(text)) for label, text in lines if text is not None]
+
+
+def _weights(kinds: dict[str, int]) -> str:
+    """
+    >>> _weights({"embedding": 2_000_000, "attention": 500_000, "adapter": 1_234})
+    '2.5 M: embedding 2 M, attention 500 k; adapter 1.23 k'
+    """
+    base = {kind: count for kind, count in kinds.items() if kind != "adapter"}
+    listed = ", ".join(f"{kind} {short_count(count)}" for kind, count in base.items())
+    added = f"; adapter {short_count(kinds['adapter'])}" if "adapter" in kinds else ""
+    return f"{short_count(sum(base.values()))}: {listed}{added}"
+
+
+def short_count(count: int) -> str:
+    """
+    >>> short_count(8_190_735_360), short_count(999), short_count(311_164_928)
+    ('8.19 B', '999', '311 M')
+    """
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)
+
+
+def describe_deep(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What phase 3 found beside its proofs, as (label, text) lines for people."""
+    lines = []
+    if "fits" in found:
+        lines.append(("fits", found["fits"]["said"]))
+    for i, change in enumerate(found.get("changes", ())):
+        lines.append((f"change {i + 1}", f"{change['change']}: {gains(change)}"))
+    return lines
+
+
+def gains(change: dict[str, Any]) -> str:
+    """
+    >>> gains({"fits": True, "memory_gib": [30.0, 10.0], "step_seconds": [2.0, 2.5]})
+    'memory 30.0 to 10.0 GiB, a step 2 to 2.5 s'
+    """
+    memory, seconds = change["memory_gib"], change["step_seconds"]
+    fits = "" if change["fits"] else ", which is still too much"
+    return (
+        f"memory {memory[0]:.1f} to {memory[1]:.1f} GiB{fits}, a step {seconds[0]:.3g} to"
+        f" {seconds[1]:.3g} s"
+    )

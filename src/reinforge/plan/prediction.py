@@ -2,54 +2,105 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from reinforge.backends.memory_model import GIB
+from reinforge.backends.roofline import Machine
 from reinforge.build.predict import USABLE, machine_at, predict
 from reinforge.config.schema import Config
 from reinforge.core.model_facts import ModelFacts
-from reinforge.models.freezing import count_trained
 from reinforge.models.load import load_config
+from reinforge.models.meta_model import count_on_meta
+from reinforge.models.weight_kinds import WeightCounts
+from reinforge.plan.options import PlanOptions, stated_gpu
 from reinforge.plan.preflight import PlanReport
 
 
-def predict_plan(cfg: Config, report: PlanReport) -> None:
-    """Adds the prediction to the report of `plan`, from the model's configuration alone, and warns
-    where it will not fit.
+@dataclass(frozen=True)
+class Expectation:
+    """What is known of a run before it starts. `plan` makes one from the configuration, and more
+    for settings that are one change away.
     """
-    counted = report.summary.get("prompt_tokens") or report.summary.get("row_tokens")
-    if counted is None:
-        return
-    machine = machine_at(cfg.model.device)
+
+    cfg: Config
+    facts: ModelFacts
+    counts: WeightCounts
+    machine: Machine
+    lengths: tuple[float, int]  # mean and longest prompt, or row where nothing is generated
+
+    def prediction(self) -> dict[str, Any]:
+        return predict(self.cfg, self.facts, self.machine, self.lengths)
+
+    @property
+    def usable_gib(self) -> float:
+        return USABLE * self.machine.memory / GIB
+
+
+def expected(
+    cfg: Config,
+    machine: Machine,
+    lengths: tuple[float, int],
+    shape: Any = None,
+    counts: WeightCounts | None = None,
+) -> Expectation:
+    """From the model's configuration alone: weights are counted on a model without numbers.
+    `shape`, `counts`: the configuration and the weights, where they are known.
+    """
+    shape = shape or load_config(cfg.model)
     adapter = cfg.adapter
-    if cfg.model.device.startswith("cuda") and machine.kind != "cuda":
-        report.warn(
-            "model.device",
-            "there is no GPU here that torch can use; memory and time are predicted for this CPU.",
-            "Set model.device=auto or cpu if the run is to be on this machine.",
-        )
-    shape = load_config(cfg.model)
+    counts = counts or count_on_meta(shape, cfg.train, adapter)
+    narrow = {"cpu": "float32"}.get(machine.kind)
     facts = ModelFacts.of(
         shape.get_text_config(),
-        trained=count_trained(shape, cfg.train) if cfg.train.freeze or cfg.train.only else None,
-        itemsize=4 if "float32" in (cfg.model.dtype, {"cpu": "float32"}.get(machine.kind)) else 2,
+        weights=counts.base,
+        trained=counts.trained,
+        matrices=counts.matrices,
+        met=counts.met,
+        packed=counts.linear if adapter and adapter.kind == "qlora" else 0,
+        itemsize=4 if "float32" in (cfg.model.dtype, narrow) else 2,
         rank=adapter.rank if adapter else None,
-        targets=(
-            tuple(adapter.targets) if adapter and not isinstance(adapter.targets, str) else None
-        ),
         checkpointing=cfg.model.gradient_checkpointing,
         compiled=cfg.model.compile and machine.kind == "cuda",
         offload=cfg.train.optimizer.offload,
     )
-    found = predict(cfg, facts, machine, (counted["median"], min(counted["max"], counted["limit"])))
-    report.summary["prediction"] = found
-    phase, most = max(
-        ((phase, parts["peak"]) for phase, parts in found["memory_gib"].items()),
-        key=lambda pair: pair[1],
-    )
-    if most > USABLE * machine.memory / GIB:
+    return Expectation(cfg, facts, counts, machine, lengths)
+
+
+def predict_plan(cfg: Config, report: PlanReport, options: PlanOptions) -> Expectation | None:
+    """Adds the prediction to the report of `plan`, and says where it will not fit: a warning, and
+    an error where the GPU was named.
+    """
+    counted = report.summary.get("prompt_tokens") or report.summary.get("row_tokens")
+    if counted is None:
+        return None
+    machine = stated_gpu(options.gpu) if options.gpu else machine_at(cfg.model.device)
+    if cfg.model.device.startswith("cuda") and machine.kind != "cuda":
         report.warn(
+            "model.device",
+            "there is no GPU here that torch can use; memory and time are predicted for this CPU.",
+            "Set model.device=auto or cpu if the run is to be on this machine, or name the GPU with"
+            " --gpu.",
+        )
+    found = expected(cfg, machine, (counted["median"], min(counted["max"], counted["limit"])))
+    prediction = found.prediction()
+    report.summary["weights"] = found.counts.kinds
+    report.summary["prediction"] = prediction
+    phase, most = peak(prediction)
+    if most > found.usable_gib and not options.deep:  # which proves it, and says what would help
+        note = report.refuse if options.gpu else report.warn
+        note(
             "memory",
             f"{phase} is expected to take {most:.1f} GiB, and {machine.name} has"
             f" {machine.memory / GIB:.1f}.",
             "Train an adapter (adapter.rank=16), set model.gradient_checkpointing=true or"
             " train.optimizer.offload=true, or use a smaller model.",
         )
+    return found
+
+
+def peak(prediction: dict[str, Any]) -> tuple[str, float]:
+    """The phase that takes most memory, and its GiB."""
+    phases = prediction["memory_gib"]
+    phase = max(phases, key=lambda name: float(phases[name]["peak"]))
+    return phase, float(phases[phase]["peak"])

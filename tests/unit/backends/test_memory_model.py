@@ -25,7 +25,9 @@ from reinforge.build.predict import predict, shown
 from reinforge.checkpoint import store
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.schema import Config
+from reinforge.core.batch import Batch
 from reinforge.core.model_facts import ModelFacts
+from reinforge.core.sample import Sample
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.watch.report import compare_prediction, write_report
@@ -140,6 +142,65 @@ def test_activations_are_what_autograd_keeps(dtype: torch.dtype, rank: int | Non
     assert sum(kept.values()) / tokens == pytest.approx(
         memory_model.activation_bytes(facts), rel=0.2
     )
+
+
+def hybrid(kind: str) -> Any:
+    """A shape with one layer that keeps state and one that attends."""
+    import transformers as t
+
+    from reinforge.models.toy_shapes import shrunken
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512}
+    own: dict[str, tuple[Any, dict[str, Any]]] = {
+        "delta": (
+            t.Qwen3_5TextConfig,
+            {
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 48,
+                "linear_value_head_dim": 32,
+            },
+        ),
+        "convolution": (t.Lfm2Config, {}),
+        "mamba2": (
+            t.BambaConfig,
+            {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 24, "mamba_chunk_size": 64},
+        ),
+        "mamba": (t.JambaConfig, {"mamba_d_state": 12, "num_experts": 1}),
+    }
+    made, more = own[kind]
+    return shrunken(made, **sizes, **more)
+
+
+@pytest.mark.parametrize("kind", ["delta", "convolution", "mamba2", "mamba"])
+def test_activations_of_hybrids_are_what_autograd_keeps(kind: str) -> None:
+    """The same of layers that keep state, and what they would be if all of them attended."""
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_config(hybrid(kind), attn_implementation="eager")
+    model = CausalModel(module)
+    facts = facts_of(model)
+    assert facts.state is not None and facts.state.layers < facts.layers
+    tokens = 512
+    rows = [
+        Sample.from_tokens(f"s{i}", [3 + j % 200 for j in range(256)], [True] * 256)
+        for i in range(2)
+    ]
+    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if x.untyped_storage().data_ptr() not in weights and x.numel() >= tokens:
+            kept[x.untyped_storage().data_ptr()] = x  # alive: no other may have its place
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model.states(Batch.pack(rows))
+    found = sum(x.untyped_storage().nbytes() for x in kept.values()) / tokens
+    assert memory_model.activation_bytes(facts) == pytest.approx(found, rel=0.2)
+    if kind != "convolution":  # whose layers are as small as those that attend
+        attending = memory_model.activation_bytes(replace(facts, state=None))
+        assert attending < 0.8 * found
 
 
 def test_what_makes_activations_smaller_and_larger() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from helpers.toy_architectures import write_tokenizer
-from helpers.toy_shrink import shrunken
 from helpers.toys import run, tokens_of
 from reinforge.config.model import ModelConfig
 from reinforge.core.batch import Batch
@@ -21,6 +20,7 @@ from reinforge.core.sample import Sample
 from reinforge.engines.native import NativeEngine
 from reinforge.models.load import load_model
 from reinforge.models.save import writing
+from reinforge.models.toy_shapes import shrunken
 
 VOCABULARY = 259
 

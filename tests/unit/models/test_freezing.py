@@ -18,8 +18,9 @@ from reinforge.config.model import ModelConfig
 from reinforge.core.batch import Totals, pack
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel
-from reinforge.models.freezing import count_trained, freeze, trained_names
+from reinforge.models.freezing import freeze, trained_names
 from reinforge.models.load import load_model, load_scalar
+from reinforge.models.meta_model import count_on_meta
 
 
 def test_frozen_weights_stay_to_the_bit_and_the_others_move() -> None:
@@ -53,7 +54,7 @@ def test_frozen_weights_stay_to_the_bit_and_the_others_move() -> None:
     assert set(backend.optimizer.parameters) == moved
     assert {name.split("/")[1] for name in backend.state().tensors} == moved
     assert backend.facts().trained == sum(after[name].numel() for name in moved)
-    assert count_trained(module.config, cfg) == backend.facts().trained
+    assert count_on_meta(module.config, cfg).trained == backend.facts().trained
 
 
 def test_a_pattern_of_no_weight_is_an_error() -> None:

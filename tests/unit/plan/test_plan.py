@@ -363,7 +363,7 @@ def test_phase_one_is_fast_and_imports_nothing_heavy(
     path.write_text(json.dumps(settings(model, rows, tmp_path)))
     code = (
         "import sys; from pathlib import Path; from reinforge.plan import plan; plan.worker_report"
-        " = lambda *a: {'errors': [], 'warnings': [], 'summary': {}};"
+        " = lambda *a, **k: {'errors': [], 'warnings': [], 'summary': {}};"
         " from reinforge.pipelines import plan as plans; report ="
         f" plans.plan(Path({str(path)!r}), ['train.epochs=2']); assert report.ok, report; heavy ="
         " {'torch', 'transformers', 'numpy', 'datasets', 'pandas', 'reasoning_gym'} &"

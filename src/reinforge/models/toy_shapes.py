@@ -1,5 +1,5 @@
 """A toy configuration of any architecture of transformers: its default one with every size made
-small, by the name of the size.
+small, by the name of the size. For dry runs of `plan --deep`, and for tests.
 """
 
 from __future__ import annotations
