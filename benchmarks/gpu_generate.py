@@ -27,13 +27,26 @@ import gc
 import json
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from generation_results import GenerationResult, Round, add_results, exact_costs, table
-from gpu_step import BANDWIDTH, FIRST_STOP, FLOPS, SHAPES, random_model, run_peer, stop_tokens
+from gpu_step import (
+    BANDWIDTH,
+    FIRST_STOP,
+    FLOPS,
+    KINDS,
+    SHAPES,
+    cache_numbers,
+    random_model,
+    run_peer,
+    state_bytes,
+    stop_tokens,
+    weights_read,
+)
 
 from reinforge.config.base import Precision
 from reinforge.core.batch import Batch
@@ -109,22 +122,29 @@ class Numbers:
 
 
 def mismatch_of(
-    model: CausalModel, work: Workload, prompts: list[list[int]], completions: list[Completion]
+    model: CausalModel,
+    shape: str,
+    work: Workload,
+    prompts: list[list[int]],
+    completions: list[Completion],
 ) -> dict[str, float]:
     """Mean |log-prob of the engine - that of the trainer| over the beginnings of some answers, by
     the precision of the trainer's products.
     """
     every = max(1, len(completions) // COMPARED)
-    layers = Fp8Layers.of(model, "--precision")
     found = {}
-    for name, source in (("model", "plain"), ("fp8", "fresh")):
+    sources: list[tuple[str, Any]] = [("model", "plain"), ("fp8", "fresh")]
+    if shape in KINDS:  # not all of their matrices are linear layers
+        sources = sources[:1]
+    for name, source in sources:
         gaps = []
         for i in range(0, len(completions), every):
             prompt = prompts[i // work.group]
             said = completions[i].tokens[:BEGINNING]
             trained = [False] * len(prompt) + [True] * len(said)
             sample = Sample.from_tokens("answer", [*prompt, *said], trained)
-            with torch.no_grad(), layers.using(source):
+            using = nullcontext() if source == "plain" else _fp8(model).using(source)
+            with torch.no_grad(), using:
                 batch = Batch.pack([sample]).to(model.device)
                 theirs = model.logprobs(batch, temperature=1.0)[0].cpu()
             ours = torch.tensor(completions[i].logprobs[:BEGINNING])
@@ -132,6 +152,10 @@ def mismatch_of(
         found[f"mismatch_{name}"] = float(torch.stack(gaps).mean())
     fp8_layers.plain(model.module)
     return found
+
+
+def _fp8(model: CausalModel) -> Fp8Layers:
+    return Fp8Layers.of(model, "--precision")
 
 
 def measure(
@@ -172,7 +196,7 @@ def measure(
     )
     asyncio.run(engine.sleep())
     if not model.exact:
-        result.details.update(mismatch_of(model, work, prompts, completions))
+        result.details.update(mismatch_of(model, shape, work, prompts, completions))
     return result
 
 
@@ -211,15 +235,16 @@ def floor_of(
     """Seconds to read the weights once per step and every sequence's cache once per token of it, or
     to do the products (in FP8 twice as many a second), whichever takes longer.
     """
-    c = model.config
-    head = c.hidden_size // c.num_attention_heads
-    of_head = head + 4 if numbers.cache_precision == "fp8" else head * model.dtype.itemsize
-    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * of_head
-    weights = sum(p.numel() for p in model.module.parameters()) * model.dtype.itemsize
+    per_token = cache_numbers(model) * model.dtype.itemsize
+    if numbers.cache_precision == "fp8":
+        head = model.config.hidden_size // model.config.num_attention_heads
+        per_token = cache_numbers(model) * (head + 4) // head
+    weights = weights_read(model, len(lengths)) * model.dtype.itemsize
     if model.head.weight is not model.causal.get_input_embeddings().weight:
         weights -= model.head.weight.numel() * model.dtype.itemsize  # of which a step reads rows
     cache = sum(n * work.prompt + n * (n - 1) // 2 for n in lengths) * per_token
-    seconds = 2 * weights / model.dtype.itemsize * sum(lengths) / FLOPS
+    cache += sum(lengths) * state_bytes(model)
+    seconds = 2 * weights_read(model, 1) * sum(lengths) / FLOPS
     if numbers.precision == "fp8":
         weights -= sum(p.numel() for p in model.layers.parameters()) * (model.dtype.itemsize - 1)
         seconds /= 2

@@ -28,12 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3_5TextConfig, Qwen3MoeConfig
 
 from reinforge.algorithms.build import build
 from reinforge.backends.local import LocalBackend
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.train import TrainConfig
+from reinforge.core import routes
 from reinforge.core.arrays import floats, ints
 from reinforge.core.batch import Totals, pack
 from reinforge.core.engine import Completion, Engine, Sampling
@@ -72,7 +73,35 @@ SHAPES = {
         "num_key_value_heads": 4,
         "tie_word_embeddings": False,
     },
+    # 8.5B weights, of which 1.3B work for a token
+    "moe": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+    # three gated delta nets to one attention, 1.3B weights
+    "hybrid": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
 }
+KINDS = {"moe": Qwen3MoeConfig, "hybrid": Qwen3_5TextConfig}  # others: Qwen2
 PROMPTS = 64
 GROUP = 8
 PROMPT = 256
@@ -83,7 +112,7 @@ FLOPS = 790e12
 
 def random_model(shape: str, device: torch.device) -> CausalModel:
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = KINDS.get(shape, Qwen2Config)(
         vocab_size=151936,
         max_position_embeddings=65536,
         bos_token_id=1,
@@ -94,27 +123,52 @@ def random_model(shape: str, device: torch.device) -> CausalModel:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.set_default_dtype(dtype)
     with torch.device(device):
-        module = Qwen2ForCausalLM(config)
+        module = AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(torch.float32)
     return CausalModel(module.eval())
 
 
-def floors(model: CausalModel, response: float) -> dict[str, float]:
-    """Seconds that no implementation can beat: decode reads weights and cache, everything does its
-    flops once.
+def weights_read(model: CausalModel, tokens: int) -> float:
+    """Weights that this many tokens need together: of experts those that one of them goes to, if
+    all are liked alike.
     """
-    body = sum(p.numel() for p in model.module.parameters())
     c = model.config
-    rows = PROMPTS * GROUP
-    per_token_cache = (
-        2
-        * c.num_hidden_layers
-        * c.num_key_value_heads
-        * (c.hidden_size // c.num_attention_heads)
-        * 2
+    share = 1.0
+    if experts := getattr(c, "num_experts", None):
+        share = 1 - (1 - c.num_experts_per_tok / experts) ** tokens
+    return sum(
+        part.numel() * (share if ".experts." in name else 1.0)
+        for name, part in model.module.named_parameters()
     )
+
+
+def cache_numbers(model: CausalModel) -> int:
+    """Keys and values of a token."""
+    c = model.config
+    kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
+    head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return int(2 * kinds.count("full_attention") * c.num_key_value_heads * head)
+
+
+def state_bytes(model: CausalModel) -> int:
+    """What a sequence reads and writes for a token where layers keep state."""
+    c = model.config
+    kinds = getattr(c, "layer_types", None) or []
+    if "linear_attention" not in kinds:
+        return 0
+    one = c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim * 4
+    return int(2 * kinds.count("linear_attention") * one)
+
+
+def floors(model: CausalModel, response: float) -> dict[str, float]:
+    """Seconds that no implementation can beat: decode reads weights, cache and state, everything
+    does its flops once.
+    """
+    rows = PROMPTS * GROUP
+    body = weights_read(model, 1)
+    cache = 2 * cache_numbers(model) * (PROMPT + response / 2)
     flops = 2 * body * rows * (response + PROMPT / GROUP)
-    reads = response * (body * 2 + rows * per_token_cache * (PROMPT + response / 2))
+    reads = response * (weights_read(model, rows) * 2 + rows * (cache + state_bytes(model)))
     return {
         "generate": max(reads / BANDWIDTH, flops / FLOPS),
         "train": 6 * body * rows * (response + PROMPT) / FLOPS,
@@ -138,6 +192,9 @@ def to_samples(prompts: list[list[int]], completions: list[list[Completion]]) ->
             tokens = ints(prompt + c.tokens)
             logprobs = torch.zeros(len(tokens))
             logprobs[len(prompt) :] = floats(c.logprobs)
+            extras = {}
+            if c.routes is not None:
+                extras[routes.NAME] = routes.padded(c.routes, len(tokens))
             samples.append(
                 Sample(
                     f"{i}/{j}",
@@ -148,6 +205,7 @@ def to_samples(prompts: list[list[int]], completions: list[list[Completion]]) ->
                     logprobs,
                     torch.zeros(len(tokens), dtype=torch.int32),
                     reward=float(sum(c.tokens) % 7),
+                    extras=extras,
                 )
             )
     return samples
@@ -216,6 +274,10 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=0, help="tokens per micro-batch; 0 = auto")
     parser.add_argument("--no-train", action="store_true")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--exact", action="store_true", help="model.exact")
+    parser.add_argument(
+        "--replay", choices=("off", "count", "on", "differing"), default="off", help="of experts"
+    )
     parser.add_argument(
         "--lora", type=int, default=0, help="train an adapter of this rank instead of all weights"
     )
@@ -234,13 +296,23 @@ def main() -> None:
     model = random_model(args.shape, device)
     if args.lora:
         model = CausalModel(add_adapter(model.module, AdapterConfig(rank=args.lora), seed=0))
+    if args.exact:
+        model = CausalModel(model.module, exact=True)
     if args.compile:
         model.compile_layers()
     prompts = prompts_of()
     params = sampling_of(args.lengths, args.response)
-    engine = NativeEngine(model, max_batch=PROMPTS * GROUP, longest=PROMPT + args.response)
+    engine = NativeEngine(
+        model,
+        max_batch=PROMPTS * GROUP,
+        longest=PROMPT + args.response,
+        routes=args.replay != "off",
+    )
     cfg = TrainConfig(
-        steps=args.steps, learning_rate=1e-6, tokens_per_microbatch=args.budget or "auto"
+        steps=args.steps,
+        learning_rate=1e-6,
+        tokens_per_microbatch=args.budget or "auto",
+        router_replay=args.replay,
     )
     backend = LocalBackend(model, cfg, total_steps=args.steps)
     algorithm = build("grpo", max_new_tokens=args.response)
@@ -274,6 +346,7 @@ def main() -> None:
             "tokens_per_second": tokens / (generated - start),
             "mismatch_mean": metrics.get("mismatch/mean"),
             "mismatch_max": metrics.get("mismatch/max"),
+            "disagreement": metrics.get("experts/disagreement"),
         }
         rows.append(row)
         print(

@@ -36,9 +36,7 @@ SETTINGS = ("train.steps=300", "train.learning_rate=1e-3", "eval.every=20")
 
 
 def run(architecture: str, seed: int, folder: Path, *, demo: bool) -> dict[str, Any]:
-    """Teaches and trains one model: held-out accuracy before and after, the rewards of its steps,
-    how far engine and trainer were apart, and the seconds.
-    """
+    """Teaches and trains one model."""
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     chosen = ["--architecture", architecture, "--seed", str(seed)]
@@ -48,6 +46,13 @@ def run(architecture: str, seed: int, folder: Path, *, demo: bool) -> dict[str, 
         _command(folder, "tiny", folder / "model", *chosen)
         paths = (f"model.path={folder / 'model'}", f"run.dir={folder / 'grpo'}")
         _command(folder, "train", "recipe:algorithms/grpo", *paths, f"run.seed={seed}", *SETTINGS)
+    return measured(architecture, seed, folder, time.monotonic() - began)
+
+
+def measured(architecture: str, seed: int, folder: Path, seconds: float) -> dict[str, Any]:
+    """Of a run that is done: held-out accuracy before and after, the rewards of its steps, how far
+    engine and trainer were apart, and the seconds.
+    """
     lines = list(read_lines(folder / "grpo" / "metrics.jsonl"))
     held_out = [line for line in lines if "eval/accuracy" in line]
     steps = [line for line in lines if "reward/mean" in line]
@@ -60,7 +65,7 @@ def run(architecture: str, seed: int, folder: Path, *, demo: bool) -> dict[str, 
         "held_out": [[line["step"], round(line["eval/accuracy"], 4)] for line in held_out],
         "rewards": [round(line["reward/mean"], 4) for line in steps],
         "mismatch_max": max(line["mismatch/max"] for line in steps),
-        "seconds": round(time.monotonic() - began),
+        "seconds": round(seconds),
     }
 
 

@@ -33,6 +33,8 @@ ALLOWED = {
     ("models/attention.py", "window"): "torch makes masks out of a mask without asking us",
     ("models/fused_decode.py", "head_dim"): FOREIGN,
     ("models/fused_decode.py", "weight"): FOREIGN,
+    ("models/fused_experts.py", "top_k"): FOREIGN,
+    ("models/fused_experts.py", "weight"): FOREIGN,
     ("models/packed.py", "gradient_checkpointing"): FOREIGN,
     ("rewards/build.py", "steps"): "a scorer of single steps has it, one of whole answers has not",
     ("rewards/function.py", "needs"): A_USERS,

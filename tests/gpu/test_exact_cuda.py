@@ -429,6 +429,29 @@ def make(kind: str, dtype: torch.dtype, exact: bool = True) -> CausalModel:
             t.Qwen2Config(**SHAPE, num_attention_heads=14, num_key_value_heads=2, head_dim=64)
         ),
         "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**SHAPE, **few, head_dim=64)),
+        "qwen3_moe": lambda: t.Qwen3MoeForCausalLM(
+            t.Qwen3MoeConfig(
+                **SHAPE,
+                **few,
+                head_dim=64,
+                num_experts=8,
+                num_experts_per_tok=3,
+                moe_intermediate_size=96,
+                norm_topk_prob=True,
+            )
+        ),
+        "qwen3_5": lambda: t.Qwen3_5ForCausalLM(
+            t.Qwen3_5TextConfig(
+                **SHAPE,
+                **few,
+                head_dim=64,
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
+                linear_key_head_dim=32,
+                linear_value_head_dim=64,
+                layer_types=["linear_attention", "full_attention", "linear_attention"],
+            )
+        ),
         "gemma2": lambda: t.Gemma2ForCausalLM(
             t.Gemma2Config(
                 **SHAPE,
@@ -487,13 +510,13 @@ def rollouts(
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "qwen3_moe", "qwen3_5"])
 def test_engine_and_trainer_agree_to_the_bit(kind: str, dtype: torch.dtype) -> None:
     model = make(kind, dtype)
     prove(model)
     engine = NativeEngine(model, stop_tokens=[3], kv_gib=0.1)
     assert model.exact and engine.decoder.graphs
-    assert (engine.decoder.fused is None) == (kind == "gemma2")
+    assert (engine.decoder.fused is None) == (kind in ("gemma2", "qwen3_5"))
     for n, lengths in ((4, (1, 15, 16, 17, 60, 130)), (1, (130,)), (9, (70, 5))):
         samples = rollouts(engine, 0.8, n, lengths)
         for budget in (1, 300, 100_000):
@@ -510,7 +533,7 @@ def test_engine_and_trainer_agree_to_the_bit(kind: str, dtype: torch.dtype) -> N
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_the_fused_forward_has_the_bits_of_the_modules_own(kind: str, dtype: torch.dtype) -> None:
     """For few sequences and many; `FusedDecode.of` tries two numbers of them only."""
     model = make(kind, dtype)

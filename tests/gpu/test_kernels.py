@@ -537,3 +537,26 @@ def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout.split()[0]) > 20
+
+
+@pytest.mark.parametrize("kind", ["plain", "centred", "gated"])
+@pytest.mark.parametrize("shape", [(1, 5, 3, 24), (7, 96), (1, 4, 3000)])
+def test_norms(kind: str, shape: tuple[int, ...]) -> None:
+    """With the roundings of the formulas; heads may lie apart."""
+    from reinforge.models import norms
+    from reinforge.models.kernels import norm as kernels
+
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(*shape[:-1], 2 * shape[-1], generator=generator).to(DEVICE)
+    x, gate = wide.chunk(2, -1)
+    weight = torch.randn(shape[-1], generator=generator).to(DEVICE)
+    if kind == "gated":
+        got = kernels.rms_norm(x, weight, 1e-6, gate=gate)
+        want = norms.gated_norm(x, weight, 1e-6, gate)
+    elif kind == "centred":
+        got = kernels.rms_norm(x, weight, 1e-6, centred=True)
+        want = norms.centred_norm(x, weight, 1e-6)
+    else:
+        got = kernels.rms_norm(x, weight, 1e-6)
+        want = norms.rms_norm(x, weight, 1e-6)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

@@ -6,15 +6,13 @@ Legend: N tokens, H heads, E numbers that are normed together.
 
 from __future__ import annotations
 
-import copy
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from reinforge.models.exact import RowWiseMode
-from reinforge.models.norms import rms_norm
+from reinforge.models.norms import NormKind, kind_of, rms_norm
 
 
 class _ScaledNorm(torch.autograd.Function):
@@ -82,23 +80,8 @@ def replace_norms(module: nn.Module) -> int:
             continue
         kind = type(part)
         if kind not in known:
-            known[kind] = _is_known(part)
+            known[kind] = kind_of(part) is NormKind.PLAIN
         if known[kind]:
             part.forward = ExactNorm(part).forward  # type: ignore[method-assign]
             count += 1
     return count
-
-
-@torch.no_grad()
-def _is_known(norm: Any) -> bool:
-    """Whether this module is `rms_norm`, tried on a copy in bfloat16, where roundings show."""
-    if [name for name, _ in norm.named_parameters()] != ["weight"] or norm.weight.ndim != 1:
-        return False
-    if len(inspect.signature(norm.forward).parameters) != 1:
-        return False  # it also gets a gate
-    twin = copy.deepcopy(norm).to_empty(device="cpu").to(torch.bfloat16)
-    generator = torch.Generator().manual_seed(0)
-    size = twin.weight.shape[0]
-    twin.weight.copy_(torch.randn(size, generator=generator))
-    x = torch.randn(16, size, generator=generator).to(torch.bfloat16)
-    return torch.equal(twin(x), rms_norm(x, twin.weight, twin.variance_epsilon))

@@ -15,6 +15,7 @@ from reinforge.models import exact_attention
 from reinforge.models.attention import KVCache, KVShape, PackedLayout, PagedLayout, starts_of
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
+from reinforge.models.state import PackedStates, PieceStates, RowStates, StateStore
 
 # tokens; a long one crosses a tile of keys, and its last ones are decoded
 LONG = 70
@@ -50,9 +51,9 @@ def prove(model: CausalModel) -> None:
     def packed(*parts: Tensor) -> list[Tensor]:
         lengths = [len(p) for p in parts]
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-        hidden = model.hidden(
-            torch.cat(parts), positions, PackedLayout(lengths, starts_of(lengths, device))
-        )
+        states = PackedStates(lengths, device) if model.mixers else None
+        layout = PackedLayout(lengths, starts_of(lengths, device))
+        hidden = model.hidden(torch.cat(parts), positions, layout, states)
         return list(model.project(hidden).split(lengths))
 
     want_a, want_b = packed(a, b)
@@ -77,11 +78,21 @@ def _decoded(model: CausalModel, tokens: Tensor) -> Tensor:
     device = model.device
     done = len(tokens) - DECODED
     listening = _KeyRecorder(PackedLayout([done], starts_of([done], device)))
-    model.hidden(tokens[:done], torch.arange(done, device=device), listening)
+    seen = PackedStates([done], device) if model.mixers else None
+    model.hidden(tokens[:done], torch.arange(done, device=device), listening, seen)
+    store = None
+    if seen is not None:
+        store = StateStore(seen.shapes, 2, device)
+        first = torch.tensor([1], device=device)
+        pieces = PieceStates([done], store, first, torch.zeros_like(first, dtype=torch.bool))
+        model.hidden(tokens[:done], torch.arange(done, device=device), listening, pieces)
     block = block_tokens(device.type)
     width = -(-len(tokens) // block)
     cache = KVCache.allocate(
-        [KVShape.of(k, v) for k, v in listening.kept.values()],
+        [
+            KVShape.of(*listening.kept[i]) if i in listening.kept else KVShape(0, 0, 0)
+            for i in range(max(listening.kept, default=0) + 1)
+        ],
         2 * width,
         block,
         model.dtype,
@@ -89,11 +100,13 @@ def _decoded(model: CausalModel, tokens: Tensor) -> Tensor:
     )
     tables = torch.arange(2 * width - 1, -1, -1, device=device).view(2, width)
     at = torch.arange(done, device=device)
-    for layer, (k, v) in enumerate(listening.kept.values()):
+    for layer, (k, v) in listening.kept.items():
         cache.write(layer, tables[0][at // block] * block + at % block, k, v)
     rows = []
     for i in range(done, len(tokens)):
         cached = torch.tensor([i, i - done], device=device)
-        hidden = model.hidden(tokens[cached], cached, PagedLayout(cache, tables, cached))
+        slots = torch.tensor([1, 2], device=device)
+        states = None if store is None else RowStates(store, slots)
+        hidden = model.hidden(tokens[cached], cached, PagedLayout(cache, tables, cached), states)
         rows.append(model.project(hidden)[0])
     return torch.stack(rows)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
-from reinforge.models import attention, rope
+from reinforge.models import attention, exact_norm, quick_norm, rope
 from reinforge.models.attention import AttentionLayout, PackedLayout
 from reinforge.models.exact import RowWiseMode
 from reinforge.models.exact_attention import layout as exact_layout
-from reinforge.models.exact_norm import replace_norms
+from reinforge.models.experts import replace_experts
 from reinforge.models.hand_on import hand_on
 from reinforge.models.mixers import holds_mixer, keeping, recomputed, replace_mixers
 from reinforge.models.sequence import SequenceSlices, SliceReading, Ulysses
@@ -67,17 +67,12 @@ class PackedModel:
                 where="model.exact",
                 fix="pip install triton",
             )
+        replace_experts(self.plain)
         self.mixers = replace_mixers(module)
-        if exact and self.mixers:
-            raise InputError(
-                f"{self.mixers} layers of {type(self.plain).__name__} keep state beside keys and"
-                " values, and a chunk of their recurrence has other last bits than its tokens one"
-                " by one.",
-                where="model.exact",
-                fix="Set model.exact=false; engine and trainer then differ by rounding.",
-            )
         if exact:
-            replace_norms(module)
+            exact_norm.replace_norms(module)
+        elif self.device.type == "cuda":
+            quick_norm.replace_norms(module)
 
     @property
     def context(self) -> int | None:

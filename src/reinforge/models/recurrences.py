@@ -12,9 +12,12 @@ size of a head, G groups of heads, E size of a state, C channels.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from reinforge.core.state_facts import CHUNK
+from reinforge.models.attention import HAS_TRITON
+from reinforge.models.decoding import is_decoding
+from reinforge.models.exact import RowWiseMode
 
 
 def _quiet(x: Tensor, real: Tensor | None) -> Tensor:
@@ -49,25 +55,143 @@ class GatedDelta:
     ) -> tuple[Tensor, Tensor]:
         """Parts: queries and keys [S, L, H, D], values [S, L, H, V], g and beta [S, L, H]."""
         query, key, value, decay, beta = parts
+        decay, beta = _quiet(decay, real), _quiet(beta, real)
+        if RowWiseMode.active():
+            return self._one_by_one(query, key, value, decay, beta, state)
+        if is_decoding() and _has_kernel(query, decay):
+            return self._scan(query, key, value, decay, beta, state)
         # the kernel for single tokens has no gradient
         single = query.shape[1] == 1 and not torch.is_grad_enabled()
         rule = self.by_token if single else self.by_chunk
         sizes = {}
-        if query.dtype == torch.float32 or query.device.type == "cpu":
+        trains = torch.is_grad_enabled()
+        if (
+            query.dtype == torch.float32
+            or query.device.type == "cpu"
+            or (trains and not kernels_train())
+        ):
             rule = inspect.unwrap(rule)
             sizes = {} if single else {"chunk_size": min(CHUNK, query.shape[1])}
         out, final = rule(
             query,
             key,
             value,
-            g=_quiet(decay, real),
-            beta=_quiet(beta, real),
+            g=decay,
+            beta=beta,
             initial_state=state,
             output_final_state=True,
             use_qk_l2norm_in_kernel=self.normed,
             **sizes,
         )
         return out, final
+
+    def in_place(self, parts: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor | None:
+        if not _has_kernel(parts[0], parts[3][:, None]):
+            return None
+        from reinforge.models.kernels import state as kernels
+
+        query, key, value, decay, beta = (x[:, None] for x in parts)
+        return kernels.delta_scan(
+            query, key, value, decay, beta, states, states, slots, self.normed
+        )[:, 0]
+
+    def _scan(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        state: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """By the kernel that decodes."""
+        from reinforge.models.kernels import state as kernels
+
+        segments, _, heads, size = query.shape
+        held = None if state is None else state.float().contiguous()
+        shape = (segments, heads, size, value.shape[-1])
+        final = torch.empty(shape, dtype=torch.float32, device=query.device)
+        slots = torch.arange(segments, device=query.device)
+        out = kernels.delta_scan(query, key, value, decay, beta, held, final, slots, self.normed)
+        return out, final
+
+    def _one_by_one(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        state: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Token by token with a fixed arithmetic, for `model.exact`."""
+        if _has_kernel(query, decay):
+            out, final = _ExactDelta.apply(self, query, key, value, decay, beta, state)
+            return out, final
+        dtype = value.dtype
+        query, key, value, decay, beta = (x.float() for x in (query, key, value, decay, beta))
+        if self.normed:
+            query, key = (x * torch.rsqrt((x * x).sum(-1, True) + 1e-6) for x in (query, key))
+        query = query * query.shape[-1] ** -0.5
+        decay = decay.exp()
+        decay = decay[..., None, None] if decay.ndim == 3 else decay[..., None, :]
+        # values first, so that sums go over the last dimension
+        if state is None:
+            now = value.new_zeros(*value.shape[:1], *value.shape[2:], key.shape[-1])
+        else:
+            now = state.float().transpose(-1, -2)
+        outs = []
+        for t in range(query.shape[1]):
+            now = now * decay[:, t]
+            known = (now * key[:, t, :, None]).sum(-1)
+            change = (value[:, t] - known) * beta[:, t, :, None]
+            now = now + change[..., None] * key[:, t, :, None]
+            outs.append((now * query[:, t, :, None]).sum(-1))
+        return torch.stack(outs, 1).to(dtype), now.transpose(-1, -2)
+
+
+@cache
+def kernels_train() -> bool:
+    """Whether the kernels of flash-linear-attention have a backward here. With Triton 3.4 to 3.7.0
+    on a Hopper they refuse, because it would be wrong, unless they may use tilelang.
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return True
+    if not HAS_TRITON or importlib.util.find_spec("tilelang") is not None:
+        return True
+    import triton
+
+    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
+    return not (3, 4, 0) <= version < (3, 7, 1)
+
+
+def _has_kernel(x: Tensor, decay: Tensor) -> bool:
+    """Kimi's rule, which has a decay for every key, has none."""
+    return x.is_cuda and HAS_TRITON and decay.ndim == 3
+
+
+class _ExactDelta(torch.autograd.Function):
+    """The forward token by token; the backward is that of the chunks."""
+
+    @staticmethod
+    def forward(ctx, rule, *inputs):  # type: ignore[no-untyped-def]
+        ctx.rule = rule
+        ctx.save_for_backward(*inputs)
+        with torch._C.DisableTorchFunction():
+            return rule._scan(*inputs)
+
+    @staticmethod
+    def backward(ctx, g_out, g_final):  # type: ignore[no-untyped-def]
+        wanted = ctx.needs_input_grad[1:]
+        with torch._C.DisableTorchFunction(), torch.enable_grad():
+            near: list[Any] = [
+                None if one is None else one.detach().requires_grad_(wants)
+                for one, wants in zip(ctx.saved_tensors, wanted, strict=True)
+            ]
+            out, final = ctx.rule(near[:5], None, near[5])
+            asked = [one for one, wants in zip(near, wanted, strict=True) if wants]
+            found = iter(torch.autograd.grad([out, final], asked, [g_out, g_final]))
+        return None, *(next(found) if wants else None for wants in wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +238,9 @@ class StateSpace:
         out = (out + torch.stack(past, 1)).transpose(2, 3).flatten(1, 2)
         return out[:, :length], now
 
+    def in_place(self, parts: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor | None:
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class SelectiveScan:
@@ -137,3 +264,6 @@ class SelectiveScan:
             now = (dt[:, i, :, None] * A).exp() * now + added
             outs.append((now @ C[:, i, :, None])[..., 0])
         return torch.stack(outs, 1), now
+
+    def in_place(self, parts: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor | None:
+        return None

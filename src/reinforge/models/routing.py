@@ -29,6 +29,7 @@ from reinforge.models.packed import PackedModel
 from reinforge.models.route_store import RouteShape
 
 KEY = "train.router_replay"
+CHOICE = "_choice"  # on a block of experts
 TOPK = (torch.topk, Tensor.topk)
 SIGMOID = (torch.sigmoid, Tensor.sigmoid, F.sigmoid)
 
@@ -229,14 +230,28 @@ def holds_experts(part: nn.Module) -> bool:
     return "experts" in dict(part.named_children())
 
 
+def tell_choice(block: nn.Module, chosen: Tensor) -> None:
+    """Somebody computed the block in its place, and these experts [N, k] were chosen."""
+    choice = getattr(block, CHOICE, None)
+    if choice is not None and choice.watched:
+        choice.own = choice.taken = chosen
+
+
+def release(module: nn.Module) -> None:
+    """Takes from the blocks of a copied module what belongs to the original."""
+    for block in module.modules():
+        if vars(block).pop(CHOICE, None) is not None:
+            vars(block).pop("forward", None)
+
+
 def _choice_of(block: nn.Module, experts: int) -> BlockChoice:
     """What there is of this block's choice; its forward is wrapped the first time."""
-    found = getattr(block, "_choice", None)
+    found = getattr(block, CHOICE, None)
     if found is None:
         own = getattr(block.experts, "num_experts", None)
         found = BlockChoice(own if isinstance(own, int) else experts)
         _wrap(block, found)
-        block._choice = found  # type: ignore[assignment]
+        setattr(block, CHOICE, found)
     return cast(BlockChoice, found)
 
 

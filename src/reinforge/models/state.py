@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from reinforge.core.arrays import ints, to_device
-from reinforge.models.attention import tile_runs
+from reinforge.models.attention import HAS_TRITON, tile_runs
+from reinforge.models.exact import RowWiseMode
 
 StateKey = tuple[int, int, int]  # the layer, the mixer in it, and which of its states
 StateShape = tuple[tuple[int, ...], torch.dtype]  # of one sequence
@@ -39,6 +40,12 @@ class Recurrence(Protocol):
         """Of parts [S, L, ...] the outputs [S, L, ...] and the states [S, ...] at the end. `real`
         [S, L]: which places are tokens, those of a segment first; None: all. `state`: at the
         beginning; None: nothing was there.
+        """
+        ...
+
+    def in_place(self, parts: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor | None:
+        """Of parts [N, ...], a token for each of the slots [N], the outputs [N, ...]; the states
+        [slots, ...] move on. None: there is no kernel for it.
         """
         ...
 
@@ -150,9 +157,25 @@ def _convolved(
     x: Tensor, weight: Tensor, bias: Tensor | None, places: Tensor, outputs: Tensor
 ) -> Tensor:
     """x [rows, C]; each output sees its place and the K - 1 before it."""
+    if RowWiseMode.active():
+        taps = torch.arange(weight.shape[1], device=x.device)
+        index = places.index_select(0, (outputs[:, None] + taps).flatten())
+        return _tap_by_tap(
+            x.index_select(0, index).view(len(outputs), -1, x.shape[1]), weight, bias
+        )
     line = x.index_select(0, places).t()[None].to(weight.dtype)
     out = F.conv1d(line, weight[:, None], bias, groups=weight.shape[0])[0].t()
     return out.index_select(0, outputs).to(x.dtype)
+
+
+def _tap_by_tap(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Of inputs [N, K, C], one tap after the other in float32: a library may add up in another
+    order for another number of tokens.
+    """
+    total = torch.zeros_like(inputs[:, 0], dtype=torch.float32)
+    for x, w in zip(inputs.unbind(1), weight.unbind(1), strict=True):
+        total = total + x.float() * w.float()
+    return (total if bias is None else total + bias.float()).to(inputs.dtype)
 
 
 @dataclass(slots=True)
@@ -304,13 +327,23 @@ class RowStates:
 
     def convolve(self, key: StateKey, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         part = self.store.parts[key]
+        exact = RowWiseMode.active()
+        if x.is_cuda and HAS_TRITON and not exact:
+            from reinforge.models.kernels import state as kernels
+
+            return kernels.convolve(x, part, self.slots, weight, bias)
         inputs = torch.cat([part.index_select(0, self.slots).to(x.dtype), x[:, None]], 1)
         part.index_copy_(0, self.slots, inputs[:, 1:].to(part.dtype))
+        if exact:
+            return _tap_by_tap(inputs, weight, bias)
         line = inputs.transpose(1, 2).to(weight.dtype)  # [N, C, K]
         return F.conv1d(line, weight[:, None], bias, groups=weight.shape[0])[:, :, 0].to(x.dtype)
 
     def scan(self, key: StateKey, rule: Recurrence, parts: Sequence[Tensor]) -> Tensor:
         part = self.store.parts[key]
+        done = rule.in_place(parts, part, self.slots)
+        if done is not None:
+            return done
         held = part.index_select(0, self.slots)
         out, final = rule([x[:, None] for x in parts], None, held)
         part.index_copy_(0, self.slots, final.to(part.dtype))

@@ -675,3 +675,26 @@ def test_configuration(make: Callable[..., Config]) -> None:
     assert "model.exact" not in "\n".join(
         preflight(make("run", "grpo", "algorithm.correction.name=tis")).warnings
     )
+
+
+# ---- experts ----
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
+def test_experts_do_not_know_which_other_tokens_they_get(arch: str) -> None:
+    """And what they compute is what they compute otherwise, gradients too."""
+    module = make_module(arch)
+    model = CausalModel(copy.deepcopy(module), exact=True)
+    exact_proof.prove(model)
+    samples = make_samples([12, 40, 5])
+    found = []
+    for one in (model, CausalModel(module)):
+        logprobs, _ = one.logprobs(Batch.pack(samples), temperature=1.0)
+        logprobs.sum().backward()
+        grads = {n: p.grad for n, p in one.module.named_parameters() if p.grad is not None}
+        found.append((logprobs.detach(), grads))
+    (got, grads), (want, others) = found
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    assert grads.keys() == others.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, others[name], atol=1e-5, rtol=1e-3)

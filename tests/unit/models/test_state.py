@@ -4,6 +4,7 @@ where prompts are shared, and everything is transformers' own forward of each sa
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 from typing import Any
@@ -15,10 +16,12 @@ from torch import Tensor
 from helpers.toy_architectures import STATEFUL, make_architecture, make_config
 from helpers.toys import relative, tokens_of, true_logprobs
 from reinforge.config.adapter import AdapterConfig
-from reinforge.core.batch import Batch
+from reinforge.core.batch import Batch, pack
+from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
-from reinforge.models import mixers
+from reinforge.engines.native import NativeEngine
+from reinforge.models import exact_proof, mixers
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.models.recurrences import SelectiveScan, StateSpace
@@ -166,10 +169,36 @@ def test_an_adapter_on_the_projections_of_a_mixer(name: str) -> None:
 # ---- what is refused ----
 
 
-@pytest.mark.parametrize("name", KINDS)  # some have norms with a gate
-def test_exact_mode_is_refused_by_name(name: str) -> None:
-    with pytest.raises(InputError, match=r"model\.exact: 1 layers of \w+ForCausalLM keep state"):
-        CausalModel(make_architecture(name), exact=True)
+@pytest.mark.parametrize("name", ["bamba", "jamba"])
+def test_exact_mode_is_refused_where_a_recurrence_is_not_exact(name: str) -> None:
+    with pytest.raises(
+        InputError, match=r"model\.exact: the forward of this architecture contains"
+    ):
+        exact_proof.prove(CausalModel(make_architecture(name), exact=True))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_engine_and_trainer_have_the_same_bits_in_exact_mode(name: str) -> None:
+    """Prompts, tokens one by one, packs and answers that share a prompt; gradients are those of the
+    chunks.
+    """
+    model = CausalModel(make_architecture(name), exact=True)
+    exact_proof.prove(model)
+    engine = NativeEngine(model, kv_gib=0.01)
+    prompt = tokens_of(9, 1, VOCABULARY)
+    said = asyncio.run(engine.generate(prompt, Sampling(7, ignore_eos=True), key=3, n=3))
+    samples = []
+    for i, one in enumerate(said):
+        trained = [False] * len(prompt) + [True] * len(one.tokens)
+        samples.append(Sample.from_tokens(str(i), [*prompt, *one.tokens], trained, group="g"))
+    want = torch.tensor([one.logprobs for one in said])
+    for share in (False, True):
+        [batch] = pack(samples, 1000, share=share)
+        got = model.logprobs(batch, temperature=1.0)[0]
+        assert torch.equal(got.detach().view(3, -1), want)
+    found = gradients(model, [Batch.pack(samples)])
+    plain = CausalModel(copy.deepcopy(model.module))
+    assert relative(found, gradients(plain, [Batch.pack(samples)])) < 1e-5
 
 
 def test_slices_of_a_sequence_are_refused_by_name() -> None:

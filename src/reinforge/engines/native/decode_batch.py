@@ -341,10 +341,10 @@ class DecodeBatch:
         if fused is None:
             kept = None if states is None else RowStates(states, rows.slots)
             hidden = model.hidden(rows.newest, rows.cached, layout, kept)
-            if cache.routes is not None:
-                cache.routes.keep(layout.slots)
         else:
             hidden = fused.hidden(rows.newest, layout)
+        if cache.routes is not None:
+            cache.routes.keep(layout.slots)
         picked, logprobs = rows.draw(model, hidden)
         shape = (len(self.newest), self.drafts + 1)
         picked = picked.view(shape)

@@ -63,6 +63,7 @@ from reinforge.engines.native.forced import ForcedRows
 from reinforge.engines.native.prefill import SharedPrefix, admit, prefill
 from reinforge.models.attention import KVCache
 from reinforge.models.causal import CausalModel
+from reinforge.models.decoding import decoding
 from reinforge.models.device_memory import DeviceMemory, device_memory
 from reinforge.models.fp8 import E4M3, check_device
 from reinforge.models.fp8_layers import Fp8Layers
@@ -585,7 +586,7 @@ class NativeEngine:
             await self.wake()
             while self._busy():
                 start = time.monotonic()
-                with self._computing(), self._watched():
+                with decoding(), self._computing(), self._watched():
                     self._round()
                 self.stats.seconds += time.monotonic() - start
                 await asyncio.sleep(0)

@@ -126,10 +126,10 @@ def prefill(
         assert layout.positions is not None
         kept = None if states is None else _piece_states(states, pieces, lengths, device)
         hidden = model.hidden(tokens, layout.positions, layout, kept)
-        if cache.routes is not None:
-            cache.routes.keep(layout.slots)
     else:
         hidden = fused.hidden(tokens, layout)
+    if cache.routes is not None:
+        cache.routes.keep(layout.slots)
     for fork, end in pieces:
         fork.done = end
     complete = [
