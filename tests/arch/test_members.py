@@ -18,6 +18,7 @@ ALLOWED = {
     ("algorithms/losses/policy.py", "func"): "of a functools.partial",
     ("algorithms/settings.py", "func"): "of a functools.partial",
     ("algorithms/user_functions.py", "func"): "of a functools.partial",
+    ("api.py", "get_output_embeddings"): FOREIGN,
     ("api.py", "reset"): A_USERS,
     ("api.py", "step"): A_USERS,
     ("build/inputs.py", "unsafe"): A_USERS,

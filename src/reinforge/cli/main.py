@@ -133,7 +133,7 @@ class ReinforgeCommands(LazyGroup):
         ),
         "runs": CommandEntry(
             "reinforge.cli.runs:app",
-            "List, show, compare and report on runs.",
+            "Show, compare, diagnose and replay runs.",
         ),
         "check": CommandEntry(
             "reinforge.cli.check:app",

@@ -60,7 +60,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="List, show, compare and report on runs.",
+    help="Show, compare, diagnose and replay runs.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

@@ -132,7 +132,7 @@ def did_you_mean(loc: Loc) -> str:
     exact = [path for path in keys if path[-1] == name]
     if exact:
         return "did you mean " + " or ".join(f"`{dotted(path)}`" for path in exact[:3]) + "?"
-    close = difflib.get_close_matches(name, {str(path[-1]): None for path in keys}, 1, 0.75)
+    close = difflib.get_close_matches(name, {str(path[-1]): None for path in keys}, 1, 0.8)
     if close:
         return f"did you mean `{dotted(next(path for path in keys if path[-1] == close[0]))}`?"
     return (

@@ -239,6 +239,12 @@ def test_bool_is_no_number_and_text_is_no_bool(tmp_path: Path) -> None:
     )
 
 
+def test_a_key_that_is_like_none_is_told_its_neighbours(tmp_path: Path) -> None:
+    message = refused(tmp_path, GOOD, "rewards=[{name: exact_number, function: 1}]")
+    assert "rewards.0.function" in message and "has name, " in message
+    assert "did you mean" not in message
+
+
 def test_consistency_errors_are_sentences(tmp_path: Path) -> None:
     assert "give exactly one of train.steps and train.epochs" in refused(
         tmp_path, GOOD, "train.epochs=2"

@@ -93,6 +93,13 @@ class MegatronModules(nn.Module):
         self.norm = norm
         self.head = head
 
+    def get_input_embeddings(self) -> nn.Module:
+        """As transformers calls it: weights are counted by what they are."""
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
 
 class MegatronModel(CausalModel):
     """This rank's part of a causal LM, in Megatron's layers. `MegatronWorker` makes it of `hosted`,

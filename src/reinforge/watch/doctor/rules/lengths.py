@@ -9,6 +9,7 @@ MANY_CUT = 0.3  # share of answers that the limit cuts off
 COSTS = 0.1  # of the reward there is to get, that an answer loses by being cut
 GREW = 1.5
 SHRANK = 0.6
+SOME_TOKENS = 16  # a limit below it is raised to it
 
 
 def truncation(history: RunHistory) -> Trouble | None:
@@ -36,16 +37,23 @@ def truncation(history: RunHistory) -> Trouble | None:
             return None
         told = f"and complete ones {complete:.3g}"
     limit = history.setting("rollout.max_new_tokens")
+    first = next(i for i, value in enumerate(whole.values) if value >= MANY_CUT)
+    kept = "" if all_cut else "; algorithm.overlong=mask keeps cut answers from being trained"
     return Trouble(
         "truncation",
         f"{cut.mean:.0%} of the answers are cut off by the token limit; they get"
         f" {theirs.mean:.3g} on average, {told}.",
-        "Raise rollout.max_new_tokens; if answers never end, look at the chat template and"
-        " rollout.stop; algorithm.overlong=mask keeps cut answers from being trained.",
-        since=cut.steps[0],
-        knob=None if limit is None else Knob("rollout.max_new_tokens", 2 * limit, limit),
+        "Raise rollout.max_new_tokens until most answers end by themselves; if they never do, look"
+        f" at the chat template and rollout.stop{kept}.",
+        since=whole.steps[first],
+        knob=None if limit is None else Knob("rollout.max_new_tokens", _longer(limit), limit),
         evidence=(str(cut), str(theirs), str(rewards)),
     )
+
+
+def _longer(limit: float) -> float:
+    """Twice as many tokens; of very few it is not known how many would do."""
+    return max(2 * limit, SOME_TOKENS)
 
 
 def length_drift(history: RunHistory) -> Trouble | None:

@@ -14,6 +14,7 @@ MUCH_WORSE = 2.0
 STILL = 2.0  # standard errors of chance within which nothing moved
 FEW = 5  # steps whose mean loss is compared with that of the first
 LONG = 50  # steps before nothing that moves says something
+USUAL = 1e-6  # rates below it are those of no model
 HARDLY = 1e-3  # relative change of a loss that is none
 MOVING = ("reward/mean", "policy/entropy", "response/length")
 
@@ -149,8 +150,9 @@ def learning_rate_low(history: RunHistory) -> Trouble | None:
         f"Nothing moves: after {len(history)} steps with a gradient (norm {norms.mean:.3g}) no"
         f" metric differs from its start by more than chance. Steps are too small"
         f" (train.learning_rate {rate:.3g}).",
-        "Raise train.learning_rate.",
+        "Raise train.learning_rate, ten times at a time. Usual are 1e-6 to 1e-5 for all weights of"
+        " a large model, 1e-5 to 1e-4 for an adapter, 1e-4 to 1e-3 for a tiny model.",
         since=history.steps[0],
-        knob=Knob("train.learning_rate", 10 * rate or 1e-5, rate),
+        knob=Knob("train.learning_rate", max(10 * rate, USUAL), rate),
         evidence=tuple(change(*both) for name in names if (both := history.ends(name)) is not None),
     )

@@ -59,12 +59,15 @@ def constant_reward(history: RunHistory) -> Trouble | None:
     means = {float(f"{row.mean:.9g}") for row in _rewards(history)}
     if len(means) != 1 or history.taught or any(row.differ for row in _rewards(history)):
         return None
+    value = means.pop()
+    other = "already solved" if value else "far too hard"
     return Trouble(
         "constant_reward",
-        f"Every answer in {steps(len(history))} got the same reward, {means.pop():.4g}: there was"
+        f"Every answer in {steps(len(history))} got the same reward, {value:.4g}: there was"
         " nothing to learn from.",
-        "Look at samples.jsonl: does the reward read the answer, is the task far too hard or"
-        " already solved? `reinforge check rewards CONFIG` tries each reward.",
+        f"Does the reward read answers as they are written, or is the task {other}? `reinforge"
+        " runs why RUN --group 0` shows prompts, answers and rewards; `reinforge check rewards"
+        " RUN/config.json` tries right and wrong answers on each reward.",
         since=history.steps[0],
         evidence=(f"reward/std is 0 in all {steps(len(history))}",),
     )
