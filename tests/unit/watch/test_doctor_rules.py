@@ -67,7 +67,7 @@ def test_answers_that_are_cut_and_get_as_much_as_others_are_not_ill() -> None:
     cut["response/truncated_reward"] = 0.0
     [trouble] = doctor_of({**record, "columns": cut}).troubles(ended=True)
     assert trouble.kind == "truncation" and trouble.knob is not None
-    assert (trouble.knob.key, trouble.knob.value) == ("rollout.max_new_tokens", 12)
+    assert (trouble.knob.key, trouble.knob.value) == ("rollout.max_new_tokens", 16)
     # answers that grew into the limit: that is what is wrong, and told by other rules
     cut["response/truncated"] = [0.0, *[0.5] * (len(mean) - 1)]
     assert doctor_of({**record, "columns": cut}).troubles(ended=True) == []
