@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo release test test-long test-scale test-resolution pytest lint format docs notebooks reference lock clean env env-test env-docs env-scale env-vllm
+.PHONY: help demo release test test-long test-scale test-resolution pytest lint format docs notebooks ui reference lock clean env env-test env-docs env-scale env-vllm
 export PYTHON TORCH SYSTEM_TORCH
 
 OMP_NUM_THREADS ?= 1
@@ -66,6 +66,10 @@ reference: env ## write docs/reference/ from the schema and the rules, and the t
 
 notebooks: env-test ## run notebooks/*.py and write what they show into notebooks/*.ipynb
 	@HF_HUB_OFFLINE=1 $(PY) tools/notebooks.py
+
+# Node is needed here only: what it builds is committed and comes with the wheel.
+ui: ## build the web app and the report's script from ui/src (needs node and npm)
+	@cd ui && npm ci --omit-lockfile-registry-resolved --no-audit --no-fund && npm run -s check && npm run -s build
 
 docs: env-docs reference ## build the site into site/
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q && echo "built site/index.html"

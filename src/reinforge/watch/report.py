@@ -65,11 +65,13 @@ def write_report(run_dir: Path) -> Path:
     events = list(read_lines(run_dir / "events.jsonl"))
     recorded = list(read_lines(run_dir / "samples.jsonl"))
     samples = [s for s in recorded if not s.get("eval")][-SAMPLES:]
-    page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    script = page.partition("<script>")[2].partition("</script>")[0]
+    page = own_file("report.html")
+    script = own_file("report.js")
     summary = read_json(run_dir / "summary.json")
     config = run["config"]
     parts = {
+        "DRAWING": own_file("report.css"),
+        "SCRIPT": script,
         "HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "TITLE": escape(run_dir.resolve().name),
         "SUBTITLE": escape(
@@ -119,6 +121,13 @@ def write_report(run_dir: Path) -> Path:
     part.write_text(page, encoding="utf-8")
     os.replace(part, target)
     return target
+
+
+def own_file(name: str) -> str:
+    """A file of this package. report.js and report.css are built from ui/src (`make ui`): the web
+    app draws with the same code.
+    """
+    return Path(__file__).with_name(name).read_text(encoding="utf-8").strip()
 
 
 def status_line(run: Mapping[str, Any]) -> str:

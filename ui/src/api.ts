@@ -1,0 +1,226 @@
+// What the server says (its OpenAPI schema is the contract), and how it is asked.
+import { useEffect, useRef, useState } from "preact/hooks";
+import type { Phases, Point } from "./draw";
+
+export type State = "running" | "finished" | "stopped" | "terminated" | "failed" | "interrupted";
+
+export interface BestEval { metric: string; value: number; step: number | null; low: number | null; high: number | null }
+
+export interface RunLine {
+  run: string;
+  state: State;
+  why: string | null;
+  step: number;
+  steps: number | null;
+  share: number | null;
+  eta_seconds: number | null;
+  algorithm: string | null;
+  model: string | null;
+  reward: number | null;
+  best_eval: BestEval | null;
+  troubles: string[];
+  tags: string[];
+  updated: number;
+  spark: [number, number | null][];
+  spark_name: string | null;
+}
+
+export interface Knob { key: string; value: unknown; was: unknown }
+
+export interface Finding {
+  kind: string;
+  what: string;
+  fix: string;
+  evidence: string[];
+  since: number | null;
+  action: string;
+  because: string | null;
+  knob: Knob | null;
+}
+
+export interface RunEvent { time: number | null; step: number | null; kind: string; text: string }
+
+export interface Checkpoint { step: number; bytes: number; path: string }
+
+export interface RunPage extends RunLine {
+  tiles: [string, string][];
+  findings: Finding[];
+  learning: { answer: string; reasons: string[] };
+  notes: string[];
+  events: RunEvent[];
+  checkpoints: Checkpoint[];
+  settings: Record<string, unknown>;
+  lineage: string[];
+  versions: Record<string, string>;
+  uncontained: string[];
+  launched: boolean;
+}
+
+export interface Curve {
+  name: string;
+  title: string;
+  says: string;
+  healthy: [number | null, number | null] | null;
+  evaluation: boolean;
+  points: Point[];
+}
+
+export interface Curves { questions: { title: string; curves: Curve[] }[] }
+
+export interface PhasePage extends Phases { idle: Record<string, number>; memory: [number, number][] }
+
+export interface ConfigPage { yaml: string; flat: Record<string, unknown>; changed: { after: number; changed: [string, unknown, unknown][] }[] }
+
+export interface SampleLine {
+  line: number;
+  step: number | null;
+  row: string | null;
+  uid: string | null;
+  group: string | null;
+  sample: number | null;
+  prompt: string;
+  completion: string;
+  reward: number | null;
+  components: Record<string, number | null>;
+  advantage: number | null;
+  length: number | null;
+  stop: string | null;
+  turns: number;
+  eval: boolean;
+  tokens: boolean;
+}
+
+export interface Samples {
+  total: number;
+  page: number;
+  size: number;
+  rows: SampleLine[];
+  facets: { steps: number[]; stops: Record<string, number>; components: string[]; evaluations: number };
+}
+
+/** An error that a person can act on. */
+export class Failure extends Error {
+  constructor(readonly what: string, readonly where: string | null = null, readonly fix: string | null = null, readonly status = 0) {
+    super(what);
+  }
+}
+
+export type Query = Record<string, string | number | boolean | null | undefined | string[]>;
+
+export function address(path: string, query: Query = {}): string {
+  const given = new URLSearchParams();
+  for (const [name, value] of Object.entries(query)) {
+    if (value === null || value === undefined || value === "") continue;
+    for (const one of Array.isArray(value) ? value : [value]) given.append(name, String(one));
+  }
+  const text = given.toString();
+  return text ? `${path}?${text}` : path;
+}
+
+async function read<T>(asked: Promise<Response>): Promise<T> {
+  let answer: Response;
+  try {
+    answer = await asked;
+  } catch (error) {
+    if ((error as Error).name === "AbortError") throw error;
+    throw new Failure("The app's server does not answer.", null, "Is `reinforge ui` still running? Runs go on without it.");
+  }
+  const body: unknown = await answer.json().catch(() => null);
+  if (answer.ok) return body as T;
+  const told = (body as { error?: { what?: string; where?: string; fix?: string } } | null)?.error;
+  throw new Failure(told?.what ?? `The server answered ${answer.status}.`, told?.where ?? null, told?.fix ?? null, answer.status);
+}
+
+export function get<T>(path: string, query: Query = {}, signal?: AbortSignal): Promise<T> {
+  return read<T>(fetch(address(path, query), { signal, headers: { accept: "application/json" } }));
+}
+
+export function send<T>(path: string, body: unknown, method = "POST"): Promise<T> {
+  return read<T>(fetch(path, { method, body: JSON.stringify(body), headers: { "content-type": "application/json" } }));
+}
+
+export interface Answer<T> { value: T | null; failure: Failure | null; loading: boolean; again(): void }
+
+/** What an address answers; asked again every `every` milliseconds while the page can be seen (0: once). */
+export function useAnswer<T>(path: string | null, query: Query = {}, every: number | ((value: T) => number) = 0): Answer<T> {
+  const where = path === null ? null : address(path, query);
+  const [found, setFound] = useState<{ where: string; value: T | null; failure: Failure | null }>({ where: "", value: null, failure: null });
+  const [round, setRound] = useState(0);
+  const text = useRef("");
+  useEffect(() => {
+    if (where === null) return;
+    const control = new AbortController();
+    let timer = 0;
+    let last: T | null = null;
+    const wait = () => (typeof every === "function" ? (last === null ? 0 : every(last)) : every);
+    async function ask() {
+      window.clearTimeout(timer);
+      try {
+        const value = await get<T>(where!, {}, control.signal);
+        last = value;
+        const now = JSON.stringify(value);
+        // the same answer draws nothing anew
+        if (now !== text.current) {
+          text.current = now;
+          setFound({ where: where!, value, failure: null });
+        } else setFound(old => (old.where === where && !old.failure ? old : { where: where!, value, failure: null }));
+      } catch (error) {
+        if (control.signal.aborted) return;
+        const failure = error instanceof Failure ? error : new Failure(String(error));
+        text.current = "";
+        setFound(old => ({ where: where!, value: old.where === where ? old.value : null, failure }));
+      }
+      if (wait() > 0 && !control.signal.aborted) timer = window.setTimeout(look, wait());
+    }
+    function look() {
+      if (!document.hidden) void ask();
+    }
+    function back() {
+      if (!document.hidden && wait() > 0) void ask();
+    }
+    document.addEventListener("visibilitychange", back);
+    void ask();
+    return () => {
+      control.abort();
+      window.clearTimeout(timer);
+      document.removeEventListener("visibilitychange", back);
+    };
+  }, [where, round]);
+  const fresh = found.where === where;
+  return {
+    value: fresh ? found.value : null,
+    failure: fresh ? found.failure : null,
+    loading: where !== null && !fresh,
+    again: () => setRound(round + 1),
+  };
+}
+
+export interface Turn { role: string; text: string; name: string | null; calls: { name: string; arguments: string }[] }
+
+/** Tokens of an answer with what was recorded of each; a field has one number per token. */
+export interface Tokens {
+  ids: number[];
+  pieces: (string | null)[];
+  fields: Record<string, (number | null)[]>;
+  differences: Record<string, (number | null)[]>;
+}
+
+export interface Sample {
+  line: number;
+  step: number | null;
+  row: string | null;
+  uid: string | null;
+  group: string | null;
+  sample: number | null;
+  prompt: string;
+  completion: string;
+  reward: number | null;
+  components: Record<string, number | null>;
+  advantage: number | null;
+  length: number | null;
+  stop: string | null;
+  eval: boolean;
+  training: Record<string, unknown>;
+  turns: Turn[];
+  tokens: Tokens | null;
+}

@@ -1,0 +1,234 @@
+// One run, live: what the doctor found, curves by question, time, memory, events; and its settings.
+import type { ComponentChildren } from "preact";
+import { useState } from "preact/hooks";
+import { useAnswer, type ConfigPage, type Curve, type Curves, type Finding, type PhasePage, type RunPage as RunData } from "../api";
+import { CurveCard, PhaseChart, ViewControls, outside, type View } from "../chart";
+import type { Point } from "../draw";
+import { Empty, Keys, Shown } from "../parts";
+import { link } from "../route";
+import { bytes, clock, percent, setting, when } from "../words";
+import { POLL, RunHead, useRun } from "./head";
+
+export function RunPage({ run, view }: { run: string; view: string }) {
+  const answer = useRun(run);
+  const here = view === "settings" ? "settings" : "overview";
+  return (
+    <>
+      <RunHead run={run} page={answer.value} here={here} />
+      <Shown answer={answer}>
+        {page => (here === "settings" ? <Settings run={run} page={page} /> : <Overview run={run} page={page} />)}
+      </Shown>
+    </>
+  );
+}
+
+function Overview({ run, page }: { run: string; page: RunData }) {
+  const live = page.state === "running" ? POLL : 0;
+  const curves = useAnswer<Curves>("api/curves", { run, points: 400 }, live);
+  const phases = useAnswer<PhasePage>("api/phases", { run }, live && 5000);
+  const [view, setView] = useState<View>({ smoothing: 0.6, axis: 0 });
+  return (
+    <>
+      {page.uncontained.length > 0 && (
+        <p class="finding bad"><b>Uncontained.</b> {page.uncontained.join(", ")} ran what the model wrote without a sandbox: programs could read and change whatever the run could, its rewards included.</p>
+      )}
+      <Findings run={run} findings={page.findings} state={page.state} />
+      {page.tiles.length > 0 && (
+        <dl class="tiles">
+          {page.tiles.map(([label, value]) => <div key={label} class="tile"><dt>{label}</dt><dd>{value}</dd></div>)}
+        </dl>
+      )}
+      <ViewControls view={view} change={setView} />
+      <Shown answer={curves}>{found => <Questions curves={found} view={view} learning={page.learning} />}</Shown>
+      <Shown answer={phases}>{found => <Time phases={found} view={view} />}</Shown>
+      <div class="columns">
+        <section>
+          <h2>Events</h2>
+          <Events page={page} />
+        </section>
+        <section>
+          <h2>Checkpoints</h2>
+          {page.checkpoints.length ? (
+            <Keys rows={page.checkpoints.map(one => [`step ${one.step}`, <>{bytes(one.bytes)} <span class="soft path">{one.path}</span></>])} />
+          ) : <Empty title="No checkpoint yet.">One is written every run.checkpoint.every steps, and when a run ends or is stopped.</Empty>}
+        </section>
+      </div>
+    </>
+  );
+}
+
+function Findings({ run, findings, state }: { run: string; findings: Finding[]; state: string }) {
+  const causes = findings.filter(one => one.action !== "note" && !one.because);
+  const others = findings.filter(one => !causes.includes(one));
+  return (
+    <section class="findings" aria-label="What the doctor found">
+      {causes.map((one, i) => <FindingCard key={one.kind} run={run} finding={one} open={i === 0} />)}
+      {causes.length === 0 && (
+        <p class="finding fine"><b>Nothing speaks against this run{state === "running" ? " so far" : ""}.</b> The doctor looks at rewards, gradients, entropy, lengths, KL, speed and memory after every step.</p>
+      )}
+      {others.length > 0 && (
+        <details class="more">
+          <summary>{others.length} {others.length === 1 ? "note" : "notes"}</summary>
+          {others.map(one => <FindingCard key={one.kind} run={run} finding={one} />)}
+        </details>
+      )}
+    </section>
+  );
+}
+
+function FindingCard({ run, finding, open = false }: { run: string; finding: Finding; open?: boolean }) {
+  const knob = finding.knob;
+  const note = finding.action === "note" || finding.because !== null;
+  return (
+    <article class={`finding ${note ? "note" : "bad"}`} data-kind={finding.kind}>
+      <p><b>{finding.what}</b></p>
+      <p>
+        {finding.fix}
+        {finding.because && <span class="soft"> Follows from {finding.because.replaceAll("_", " ")}.</span>}
+      </p>
+      {knob && (
+        <p class="knob">
+          <span>Try</span>
+          <code>{knob.key} = {knob.was !== null && knob.was !== undefined ? <><s>{setting(knob.was)}</s> </> : null}<b>{setting(knob.value)}</b></code>
+        </p>
+      )}
+      {finding.evidence.length > 0 && (
+        <details open={open}>
+          <summary>Evidence{finding.since !== null ? `, since step ${finding.since}` : ""}</summary>
+          <ul>{finding.evidence.map(line => <li key={line}>{line}</li>)}</ul>
+        </details>
+      )}
+      <p class="links"><a href={link("samples", { run, finding: finding.kind })}>Samples that show it</a></p>
+    </article>
+  );
+}
+
+const QUIET = "Everything else";
+const COLUMNS = 3;
+const FIRST = 2 * COLUMNS; // curves of a question that are seen at once
+
+/** Whether a curve has a shape at all. */
+function moved(one: Curve): boolean {
+  const values = one.points.map(p => p[2]).filter(value => value !== null);
+  const low = Math.min(...values);
+  const high = Math.max(...values);
+  return high - low > 1e-4 * Math.max(Math.abs(low), Math.abs(high));
+}
+
+/** What says something comes first; what never moved can wait, unless that is the trouble. */
+function ranked(curves: Curve[], view: View): [Curve[], Curve[]] {
+  const scored = curves.some(one => one.name === "reward/mean");
+  const bad = (one: Curve) => outside(one, view.smoothing);
+  // the loss of a policy gradient says nothing
+  const telling = (one: Curve) => bad(one) || (one.says !== "" && moved(one) && !(scored && one.name === "train/loss"));
+  const ahead = curves.filter(telling);
+  const whole = ahead.length > COLUMNS ? Math.min(FIRST, ahead.length - (ahead.length % COLUMNS)) : ahead.length;
+  const shown = ahead.slice(0, whole).concat(ahead.slice(whole).filter(bad));
+  const all = shown.length ? shown : curves.slice(0, COLUMNS);
+  return [all, curves.filter(one => !all.includes(one))];
+}
+
+function Questions({ curves, view, learning }: { curves: Curves; view: View; learning: RunData["learning"] }) {
+  const asked = curves.questions.filter(question => question.curves.length);
+  if (!asked.length) return <Empty title="No metrics yet.">The first line is written after the first step.</Empty>;
+  const grid = (list: Curve[]) => <div class="grid">{list.map(one => <CurveCard key={one.name} curve={one} view={view} />)}</div>;
+  return (
+    <>
+      {asked.map(({ title, curves }, i) => {
+        if (title === QUIET) return <Folded key={title} title={title} count={curves.length}>{() => grid(curves)}</Folded>;
+        const [shown, rest] = ranked(curves, view);
+        const out = curves.filter(one => outside(one, view.smoothing)).length;
+        return (
+          <section key={title} class="question">
+            <h2>
+              {title} {i === 0 && <span class="verdict">{learning.answer}</span>}
+              {out > 0 && <span class="range out">{out} outside the healthy range</span>}
+            </h2>
+            {i === 0 && learning.reasons.length > 0 && <ul class="reasons">{learning.reasons.map(text => <li key={text}>{text}</li>)}</ul>}
+            {grid(shown)}
+            {rest.length > 0 && <Folded title={`${rest.length} more`}>{() => grid(rest)}</Folded>}
+          </section>
+        );
+      })}
+    </>
+  );
+}
+
+/** Its content is made when it is opened for the first time. */
+function Folded({ title, count, children }: { title: string; count?: number; children(): ComponentChildren }) {
+  const [open, setOpen] = useState(false);
+  return (
+    <details class="question" onToggle={event => event.currentTarget.open && setOpen(true)}>
+      <summary>{count === undefined ? title : <><h2>{title}</h2> <span class="soft">{count} curves</span></>}</summary>
+      {open && children()}
+    </details>
+  );
+}
+
+function Time({ phases, view }: { phases: PhasePage; view: View }) {
+  const memory: Curve | null = phases.memory.length ? {
+    name: "memory", title: "Memory", says: "Peak of each step in GiB. Growth without an end means a leak.", healthy: null, evaluation: false,
+    points: phases.memory.map(([step, value]): Point => [step, step, value]),
+  } : null;
+  const idle = Object.entries(phases.idle ?? {});
+  return (
+    <section class="question">
+      <h2>Where the time goes</h2>
+      <div class="grid">
+        <article class="chart wide">
+          <h3><span class="name">Seconds per step by phase</span></h3>
+          <p class="says">
+            A step is as slow as its phases together, unless they overlap.
+            {idle.map(([name, share]) => <span key={name} class="range">{name} idle {percent(share)}</span>)}
+          </p>
+          {phases.bars.length ? <PhaseChart phases={phases} /> : <Empty title="The run recorded no timings." />}
+        </article>
+        {memory && <CurveCard curve={memory} view={{ ...view, axis: 0 }} />}
+      </div>
+    </section>
+  );
+}
+
+function Events({ page }: { page: RunData }) {
+  if (!page.events.length) return <Empty title="No events." />;
+  return (
+    <div class="panel tall">
+      <table class="events">
+        <tbody>
+          {[...page.events].reverse().map((event, i) => (
+            <tr key={i}>
+              <th scope="row" title={event.time === null ? "" : when(event.time)}>{event.time === null ? "" : clock(event.time)}</th>
+              <td class="number">{event.step !== null && event.step !== undefined ? `step ${event.step}` : ""}</td>
+              <td><b>{event.kind.replaceAll("_", " ")}</b> <span class="soft">{event.text}</span></td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function Settings({ run, page }: { run: string; page: RunData }) {
+  const config = useAnswer<ConfigPage>("api/config", { run });
+  const [search, setSearch] = useState("");
+  return (
+    <>
+      <h2>In short</h2>
+      <Keys rows={Object.entries(page.settings).map(([key, value]) => [key, setting(value)])} />
+      <h2>All settings</h2>
+      <div class="filters"><input type="search" class="wide" placeholder="Search settings" aria-label="Search settings" value={search} onInput={event => setSearch(event.currentTarget.value)} /></div>
+      <Shown answer={config}>
+        {found => {
+          const rows = Object.entries(found.flat).filter(([key, value]) => `${key} ${setting(value)}`.toLowerCase().includes(search.toLowerCase()));
+          return (
+            <>
+              {rows.length ? <Keys rows={rows.map(([key, value]) => [key, setting(value)])} /> : <Empty title={`No setting contains “${search}”.`} />}
+              <details class="more"><summary>As YAML</summary><pre class="code" tabIndex={0}>{found.yaml}</pre></details>
+            </>
+          );
+        }}
+      </Shown>
+      <details class="more"><summary>Versions</summary><Keys rows={Object.entries(page.versions).map(([key, value]) => [key, setting(value)])} /></details>
+    </>
+  );
+}
