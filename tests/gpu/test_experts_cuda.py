@@ -9,6 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from reinforge.models.expert_adapters import LowRank
 from reinforge.models.kernels import experts as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,3 +111,35 @@ def test_tokens_do_not_know_of_each_other() -> None:
     whole = of(slice(0, 70))
     for part in (slice(0, 1), slice(33, 40), slice(2, 70)):
         assert torch.equal(of(part), whole[part])
+
+
+@pytest.mark.parametrize("rank", [3, 16, 40])
+def test_what_an_adapter_adds_to_experts(rank: int) -> None:
+    """With the gate and without, its second matrix stored as peft stores it."""
+    experts, k, rows, inner, outer = 5, 2, 9, 72, 40
+    chosen, weights = some_choice(rows, experts, k)
+    order, begin = kernels.by_expert(chosen, experts)
+    close = {"atol": 0.06, "rtol": 0.03} if DEVICE == "cuda" else {"atol": 1e-4, "rtol": 1e-4}
+
+    def low_rank(size: int, width: int, seed: int) -> LowRank:
+        """In float32, whatever the tokens are in."""
+        down = random(experts, rank, width, seed=seed).float() / width**0.5
+        up = random(size, rank, experts, seed=seed + 1).float() / rank**0.5
+        return LowRank(down, up.permute(2, 0, 1), 0.5)
+
+    def whole(weight: Tensor, low: LowRank) -> Tensor:
+        return weight.float() + low.scale * low.up @ low.down
+
+    x = random(rows, inner, seed=1)
+    both = random(experts, 2 * outer, inner, seed=2) / inner**0.5
+    low = low_rank(2 * outer, inner, 20)
+    y = kernels.product(x, both, order, begin, k, shared=True, gated=True, low=low)
+    plain = by_hand(x, whole(both, low), chosen, None, True)
+    torch.testing.assert_close(y.float(), F.silu(plain[:, :outer]) * plain[:, outer:], **close)
+    down = random(experts, inner, outer, seed=3) / outer**0.5
+    bias = random(experts, inner, seed=4)
+    low = low_rank(inner, outer, 30)
+    said = kernels.product(y, down, order, begin, k, weights=weights, bias=bias, low=low)
+    want = by_hand(y, whole(down, low), chosen, bias, False) * weights.reshape(-1, 1).float()
+    got = said.transpose(0, 1).reshape(rows * k, inner)
+    torch.testing.assert_close(got.float(), want, **close)

@@ -22,7 +22,11 @@ class AdapterConfig(Section):
         None, description="Scale is alpha / rank (rslora: / sqrt(rank)); default 2 x rank."
     )
     targets: Literal["all-linear"] | list[str] = Field(
-        "all-linear", description="Module names to adapt."
+        "all-linear",
+        description=(
+            "Module names to adapt, or names of the parameters in which weights of experts lie"
+            " stacked (gate_up_proj, down_proj). all-linear: without routers."
+        ),
     )
     init: Literal["default", "pissa"] = Field(
         "default",

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from reinforge.config.adapter import AdapterConfig
 from reinforge.core.errors import InputError
 from reinforge.models.adapter_dropout import add_dropout
+from reinforge.models.expert_adapters import unwrapped
+from reinforge.models.experts import computes, experts_forward
 
 _NEW = "_begins_as_its_base"  # on a wrapped module: its adapter adds nothing before the first step
 
@@ -51,6 +53,7 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
     if cfg.path:
         wrapped = PeftModel.from_pretrained(module, cfg.path, is_trainable=True)
     else:
+        modules, stacked = _by_kind(module, cfg.targets)
         lora = LoraConfig(
             r=cfg.rank,
             lora_alpha=cfg.alpha or 2 * cfg.rank,
@@ -62,7 +65,8 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
             exclude_modules=_left_out(module, cfg, head) or None,
             modules_to_save=list(cfg.modules_to_save) or None,
             init_lora_weights="pissa" if cfg.init == "pissa" else True,
-            target_modules=cfg.targets if isinstance(cfg.targets, str) else list(cfg.targets),
+            target_modules=cfg.targets if isinstance(cfg.targets, str) else modules,
+            target_parameters=stacked or None,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -74,6 +78,8 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
                     where="adapter.targets",
                     fix="Use all-linear, or names that occur in the model.",
                 ) from error
+        if cfg.targets == "all-linear":
+            _leave_routers(wrapped)
     _refuse_none(wrapped, cfg.modules_to_save)
     if head:
         getattr(wrapped.get_base_model(), head).requires_grad_(True)
@@ -81,6 +87,31 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
     make_lean(wrapped)
     setattr(wrapped, _NEW, not cfg.path and cfg.init == "default")
     return wrapped
+
+
+def _by_kind(module: Any, targets: str | Sequence[str]) -> tuple[list[str], list[str]]:
+    """The names of layers, and those of parameters in which the weights of experts lie stacked."""
+    if isinstance(targets, str):
+        return [], []
+    stacked = {name for name, p in module.named_parameters() if p.ndim == 3}
+    of_experts = [
+        target
+        for target in targets
+        if any(name == target or name.endswith(f".{target}") for name in stacked)
+    ]
+    return [target for target in targets if target not in of_experts], of_experts
+
+
+def _leave_routers(wrapped: Any) -> None:
+    """peft counts the routers of some mixtures among all linear layers; they stay as they are."""
+    from peft.tuners.lora import ParamWrapper
+
+    for name, part in list(wrapped.named_modules()):
+        if type(part) is ParamWrapper and part.get_param().ndim == 2:
+            parent, _, last = name.rpartition(".")
+            setattr(wrapped.get_submodule(parent), last, part.base_layer)
+            cfg = wrapped.peft_config[wrapped.active_adapter]
+            cfg.target_parameters.discard(f"{last}.{part.parameter_name}")
 
 
 def _left_out(module: Any, cfg: AdapterConfig, head: str | None) -> list[str]:
@@ -251,12 +282,15 @@ def _written_out(layer: Any) -> Tensor:
 def make_lean(module: Any) -> None:
     """Plain LoRA layers compute in the precision of their input: peft casts the input to the
     adapter's float32 first, which moves more memory than the base layer does. The weights stay
-    float32, and so do their gradients.
+    float32, and so do their gradients. Experts get the two matrices of an adapter, where peft adds
+    their product to the weights.
     """
-    from peft.tuners.lora import Linear
+    from peft.tuners.lora import Linear, ParamWrapper
 
     for layer in module.modules():
-        if (
+        if type(layer) is ParamWrapper:
+            layer.forward = _LeanExperts(layer, layer.forward).forward
+        elif (
             type(layer) is Linear
             and not any(layer.use_dora.values())
             and not any(layer.lora_bias.values())
@@ -284,6 +318,24 @@ class _LeanLora:
         up = layer.lora_B[name].weight.to(x.dtype)
         narrow = F.linear(layer.lora_dropout[name](x), down)
         return layer.base_layer(x, *args) + F.linear(narrow, up) * layer.scaling[name]
+
+
+class _LeanExperts:
+    """Experts with what is added to their weights as it is stored, and peft's own way whenever
+    there is anything else about them.
+    """
+
+    def __init__(self, layer: Any, usual: Any):
+        self.layer = layer
+        self.usual = usual
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = unwrapped(self.layer)
+        if found is None or kwargs or not hasattr(found[0], "has_gate") or not computes(found[0]):
+            return self.usual(x, *args, **kwargs)
+        experts, adapters = found
+        chosen, weights = args
+        return experts_forward(experts, x, chosen, weights, adapters)
 
 
 @contextmanager

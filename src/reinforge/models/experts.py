@@ -5,19 +5,21 @@ tokens, the experts that were chosen for them and their weights; what computes i
 can be registered, for all architectures alike. Ours sorts the pairs of a token and an expert by
 their experts, and multiplies what each expert got with its weights:
 
-- in training and for prompts, grouped products of the library, as transformers has them
+- in training and for prompts, grouped products of the library
 - where few tokens are decoded on a GPU, kernels that read the weights of the chosen experts once
 - in `model.exact`, products in tiles of one size: a token's numbers do not depend on the others
 
-`models.fused_experts` is a whole block, router and all, for decoding.
+What a LoRA adapter adds to the experts is computed beside each product from its two thin matrices
+(`models.expert_adapters`). `models.fused_experts` is a whole block, router and all, for decoding.
 
-Legend: B tokens, E experts, k chosen for a token, P = B·k pairs, H hidden size, I inner size.
+Legend: B tokens, E experts, k chosen for a token, P = B·k pairs, H hidden size, I inner size, r
+rank of an adapter.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import SimpleNamespace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 from reinforge.models.attention import HAS_TRITON
 from reinforge.models.decoding import is_decoding
 from reinforge.models.exact import RowWiseMode
+from reinforge.models.expert_adapters import LowRank, LowRanks
 
 NAME = "reinforge"
 LIBRARY = "grouped_mm"  # what transformers computes with unless it is told
@@ -50,22 +53,25 @@ def replace_experts(module: Any) -> None:
 
 
 def experts_forward(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    adapters: LowRanks | None = None,
 ) -> Tensor:
     """[B, H] of the tokens [B, H], for the experts [B, k] and weights [B, k] of each."""
     x, chosen, weights = hidden_states, top_k_index, top_k_weights
+    parts = ExpertWeights.of(self, adapters)
     if RowWiseMode.active():
-        return _exactly(self, x, chosen, weights)
+        return _exactly(self, parts, x, chosen, weights)
     if few(self, x, chosen):
-        return added(by_kernels(self, x, chosen, weights))
-    return _by_library(self, x, chosen, weights)
+        return added(by_kernels(self, parts, x, chosen, weights))
+    return _by_groups(self, parts, x, chosen, weights)
 
 
-def _by_library(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    from transformers.integrations.moe import grouped_mm_experts_forward
-
-    out: Tensor = grouped_mm_experts_forward(experts, x, chosen, weights)
-    return out
+def computes(experts: Any) -> bool:
+    """Whether `experts_forward` is what the experts compute with."""
+    return bool(experts.config._experts_implementation == NAME)
 
 
 def few(experts: Any, x: Tensor, chosen: Tensor) -> bool:
@@ -86,16 +92,18 @@ def added(parts: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Weights:
+class ExpertWeights:
     """As [E, outputs, inputs], however they are stored."""
 
     first: Tensor  # gate and up, or up alone
     down: Tensor
-    first_bias: Tensor | None
-    down_bias: Tensor | None
+    first_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    first_low: LowRank | None = None
+    down_low: LowRank | None = None
 
     @classmethod
-    def of(cls, experts: Any) -> _Weights:
+    def of(cls, experts: Any, adapters: LowRanks | None = None) -> ExpertWeights:
         name = "gate_up_proj" if experts.has_gate else "up_proj"
         # each is read once: an adapter may add itself whenever that is done
         first = getattr(experts, name)
@@ -106,22 +114,24 @@ class _Weights:
         biases = (None, None)
         if experts.has_bias:
             biases = getattr(experts, f"{name}_bias"), experts.down_proj_bias
-        return cls(first, down, *biases)
+        low = adapters or {}
+        return cls(first, down, *biases, low.get(name), low.get("down_proj"))
 
-    def like(self, experts: Any) -> Any:
-        """Experts that compute in the same way, with these weights."""
-        name = "gate_up_proj" if experts.has_gate else "up_proj"
-        return SimpleNamespace(
-            **{name: self.first, f"{name}_bias": self.first_bias},
-            down_proj=self.down,
-            down_proj_bias=self.down_bias,
-            num_experts=experts.num_experts,
-            has_gate=experts.has_gate,
-            has_bias=experts.has_bias,
-            is_transposed=False,
-            act_fn=experts.act_fn,
-            _apply_gate=experts._apply_gate,
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of them, for `given`."""
+        lows = [
+            (None, None) if low is None else (low.down, low.up)
+            for low in (self.first_low, self.down_low)
+        ]
+        return self.first, self.down, self.first_bias, self.down_bias, *lows[0], *lows[1]
+
+    def given(self, tensors: Sequence[Any]) -> ExpertWeights:
+        """The same with other tensors, in the order of `tensors`."""
+        lows = (
+            None if low is None else replace(low, down=tensors[at], up=tensors[at + 1])
+            for low, at in ((self.first_low, 4), (self.down_low, 6))
         )
+        return ExpertWeights(*tensors[:4], *lows)
 
 
 def _inner(experts: Any, y: Tensor) -> Tensor:
@@ -145,36 +155,83 @@ def is_plain(experts: Any) -> bool:
     )
 
 
-def by_kernels(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """[k, B, H] of what each token's experts say, times their weights."""
-    return _by_kernels(experts, _Weights.of(experts), x, chosen, weights)
+# ---- many tokens ----
 
 
-def _by_kernels(
-    experts: Any, parts: _Weights, x: Tensor, chosen: Tensor, weights: Tensor, size: int = 0
+def _by_groups(
+    experts: Any, parts: ExpertWeights, x: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """`size`: of the tiles; 0: as it is fastest."""
+    top = chosen.shape[1]
+    ids, order = torch.sort(chosen.reshape(-1), stable=True)
+    every = torch.arange(len(parts.down), device=x.device)
+    ends = torch.searchsorted(ids, every, right=True).to(torch.int32)
+    y = _grouped(x[order // top], parts.first, ends, parts.first_low)
+    y = _biased(y, parts.first_bias, ids)
+    y = _grouped(_inner(experts, y), parts.down, ends, parts.down_low)
+    y = _biased(y, parts.down_bias, ids) * weights.reshape(-1)[order, None]
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=x.device)
+    return y[place].view(len(x), top, -1).sum(1).to(x.dtype)
+
+
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor, low: LowRank | None) -> Tensor:
+    """[P, N]: rows x [P, K] in the order of their experts, times the weights [E, N, K] of each; the
+    rows of expert e end at `ends[e]`.
+    """
+    from transformers.integrations.moe import _grouped_mm
+
+    y: Tensor = _grouped_mm(x, weight.transpose(1, 2), ends)
+    if low is None:
+        return y
+    low = low.like(y.dtype)
+    narrow = _grouped_mm(x, low.down.transpose(1, 2), ends)
+    return y + _grouped_mm(narrow, low.up.transpose(1, 2), ends) * low.scale
+
+
+def _biased(y: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
+    return y if bias is None else y + bias[ids]
+
+
+# ---- few tokens ----
+
+
+def by_kernels(
+    experts: Any,
+    parts: ExpertWeights,
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    size: int = 0,
+) -> Tensor:
+    """[k, B, H] of what each token's experts say, times their weights. `size`: of the tiles; 0: as
+    it is fastest.
+    """
     from reinforge.models.kernels import experts as kernels
 
     top = chosen.shape[1]
     order, begin = kernels.by_expert(chosen, len(parts.down))
-    if is_plain(experts):
-        inner = kernels.product(
-            x, parts.first, order, begin, top, shared=True, gated=True, size=size
-        )
-    else:
-        y = kernels.product(
-            x, parts.first, order, begin, top, shared=True, bias=parts.first_bias, size=size
-        )
-        inner = _inner(experts, y)
+    plain = is_plain(experts)
+    inner = kernels.product(
+        x,
+        parts.first,
+        order,
+        begin,
+        top,
+        shared=True,
+        gated=plain,
+        bias=parts.first_bias,
+        low=parts.first_low,
+        size=size,
+    )
     return kernels.product(
-        inner,
+        inner if plain else _inner(experts, inner),
         parts.down,
         order,
         begin,
         top,
         weights=weights.to(x.dtype),
         bias=parts.down_bias,
+        low=parts.down_low,
         size=size,
     )
 
@@ -186,36 +243,38 @@ class _Exact(torch.autograd.Function):
     """The forward in tiles of one size; the backward is that of the library's products."""
 
     @staticmethod
-    def forward(ctx, experts, x, chosen, weights, *parts):  # type: ignore[no-untyped-def]
+    def forward(ctx, experts, parts, x, chosen, weights, *tensors):  # type: ignore[no-untyped-def]
         from reinforge.models.kernels import experts as kernels
 
         ctx.experts = experts
-        ctx.save_for_backward(x, chosen, weights, *parts)
+        ctx.parts = parts
+        ctx.save_for_backward(x, chosen, weights, *tensors)
         with torch._C.DisableTorchFunction():
-            return added(_by_kernels(experts, _Weights(*parts), x, chosen, weights, kernels.FIXED))
+            mine = parts.given(tensors)
+            return added(by_kernels(experts, mine, x, chosen, weights, kernels.FIXED))
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[no-untyped-def]
-        x, chosen, weights, *parts = ctx.saved_tensors
-        wanted = (ctx.needs_input_grad[1], *ctx.needs_input_grad[3:])
+        x, chosen, weights, *tensors = ctx.saved_tensors
+        wanted = (ctx.needs_input_grad[2], *ctx.needs_input_grad[4:])
         with torch._C.DisableTorchFunction(), torch.enable_grad():
             near: list[Any] = [
                 None if one is None else one.detach().requires_grad_(wants)
-                for one, wants in zip((x, weights, *parts), wanted, strict=True)
+                for one, wants in zip((x, weights, *tensors), wanted, strict=True)
             ]
-            like = _Weights(*near[2:]).like(ctx.experts)
-            y = _by_library(like, near[0], chosen, near[1])
+            mine = ctx.parts.given(near[2:])
+            y = _by_groups(ctx.experts, mine, near[0], chosen, near[1])
             asked = [one for one, wants in zip(near, wanted, strict=True) if wants]
             found = iter(torch.autograd.grad(y, asked, g))
         grads = [next(found) if wants else None for wants in wanted]
-        return None, grads[0], None, *grads[1:]
+        return None, None, grads[0], None, *grads[1:]
 
 
-def _exactly(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    parts = _Weights.of(experts)
+def _exactly(
+    experts: Any, parts: ExpertWeights, x: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
     if x.is_cuda:
-        every = parts.first, parts.down, parts.first_bias, parts.down_bias
-        out: Tensor = _Exact.apply(experts, x, chosen, weights, *every)
+        out: Tensor = _Exact.apply(experts, parts, x, chosen, weights, *parts.tensors())
         return out
     top = chosen.shape[1]
     flat = chosen.reshape(-1)
@@ -223,8 +282,9 @@ def _exactly(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor
     said = x.new_zeros(len(flat), x.shape[1])
     for expert in flat.unique().tolist():
         pairs = (flat == expert).nonzero()[:, 0]
-        y = F.linear(x[pairs // top], first[expert], _of(parts.first_bias, expert))
-        y = F.linear(_inner(experts, y), down[expert], _of(parts.down_bias, expert))
+        one = x[pairs // top]
+        y = _of_one(one, expert, first[expert], parts.first_bias, parts.first_low)
+        y = _of_one(_inner(experts, y), expert, down[expert], parts.down_bias, parts.down_low)
         said = said.index_copy(0, pairs, y * weights.reshape(-1)[pairs, None].to(y.dtype))
     total = torch.zeros_like(x, dtype=torch.float32)
     for part in said.view(len(x), top, -1).unbind(1):  # one by one: every row alike
@@ -232,5 +292,11 @@ def _exactly(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor
     return total.to(x.dtype)
 
 
-def _of(bias: Tensor | None, expert: int) -> Tensor | None:
-    return None if bias is None else bias[expert]
+def _of_one(
+    x: Tensor, expert: int, weight: Tensor, bias: Tensor | None, low: LowRank | None
+) -> Tensor:
+    y = F.linear(x, weight)
+    if low is not None:
+        narrow = F.linear(x, low.down[expert].to(x.dtype))
+        y = y + F.linear(narrow, low.up[expert].to(x.dtype)) * low.scale
+    return y if bias is None else y + bias[expert]

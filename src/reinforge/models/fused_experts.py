@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reinforge.models.experts import by_kernels, few, is_plain
+from reinforge.models.expert_adapters import unwrapped
+from reinforge.models.experts import ExpertWeights, by_kernels, few, is_plain
 from reinforge.models.routing import tell_choice
 
 
@@ -35,7 +36,10 @@ class FusedExperts:
         """None: it is made of other parts, or has a router of another kind."""
         if {name for name, _ in block.named_children()} != {"gate", "experts"}:
             return None
-        experts = block.experts
+        found = unwrapped(block.experts)
+        if found is None:
+            return None
+        experts, _ = found
         if not hasattr(experts, "has_gate") or not is_plain(experts) or experts.is_transposed:
             return None
         router = block.gate
@@ -53,15 +57,17 @@ class FusedExperts:
     def forward(self, x: Tensor) -> Tensor:
         """Of tokens x [B, H] what is to be added to them, [B, H], or [k, B, H] to be summed."""
         logits = F.linear(x, self.block.gate.weight)
-        if not few(self.block.experts, x, logits[:, : self.k]):
+        found = unwrapped(self.block.experts)
+        if found is None or not few(found[0], x, logits[:, : self.k]):
             out = self.block(x[None])
-            found: Tensor = out[0] if isinstance(out, tuple) else out
-            return found[0]
+            said: Tensor = out[0] if isinstance(out, tuple) else out
+            return said[0]
         from reinforge.models.kernels import experts as kernels
 
         chosen, weights = kernels.choose(logits, self.k, self.normed)
         tell_choice(self.block, chosen)
-        return by_kernels(self.block.experts, x, chosen, weights)
+        parts = ExpertWeights.of(*found)
+        return by_kernels(found[0], parts, x, chosen, weights)
 
 
 @torch.no_grad()

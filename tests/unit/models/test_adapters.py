@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from helpers.toy_architectures import make_architecture
 from helpers.toys import make_module, make_samples, parameters, run, tokens_of, train_config
 from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.backends.local import LocalBackend
@@ -157,6 +158,51 @@ def test_an_adapter_of_experts_is_published_and_merged(arch: str, tmp_path: Path
             < float((base - want).abs().max())
         )
         assert float((merged(module)(tokens).logits - want).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_experts_compute_with_the_matrices_of_an_adapter_as_peft_adds_them(arch: str) -> None:
+    """Log-probs and gradients, with the adapter on and off; nobody adds them to the weights. The
+    experts of gpt-oss lie the other way round and have biases.
+    """
+    from peft.tuners.lora import ParamWrapper
+
+    if arch == "gpt_oss":
+        cfg = AdapterConfig(rank=4, targets=["q_proj", "gate_up_proj", "down_proj"])
+        model = CausalModel(add_adapter(make_architecture(arch), cfg, seed=3))
+    else:
+        model = adapted(arch)
+    assert not any("gate.lora" in name for name, _ in model.module.named_parameters())
+    wrappers = [part for part in model.module.modules() if type(part) is ParamWrapper]
+    assert len(wrappers) >= 4
+    with torch.no_grad():
+        for wrapper in wrappers:
+            up = wrapper.lora_B["default"].weight
+            up.normal_(std=0.3, generator=torch.Generator().manual_seed(up.numel()))
+    batch = Batch.pack(make_samples([12, 30, 5]))
+
+    def seen() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        model.module.zero_grad()
+        logprobs, _ = model.logprobs(batch, temperature=1.0)
+        logprobs.sum().backward()
+        grads = {n: p.grad for n, p in model.module.named_parameters() if p.grad is not None}
+        with torch.no_grad(), adapter_off(model.module):
+            base, _ = model.logprobs(batch, temperature=1.0)
+        return logprobs.detach(), base, grads
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParamWrapper, "_activate_lora", None)
+        ours, base, grads = seen()
+    for wrapper in wrappers:
+        del wrapper.forward
+    theirs, their_base, others = seen()
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(base, their_base, atol=1e-5, rtol=1e-5)
+    assert float((ours - base).abs().max()) > 0.05
+    assert grads.keys() == others.keys() and any("experts" in name for name in grads)
+    for name, grad in grads.items():
+        gap = float((grad - others[name]).norm())
+        assert gap <= 1e-3 * float(others[name].norm()) + 1e-6, name
 
 
 def test_unknown_targets_are_an_input_error() -> None:

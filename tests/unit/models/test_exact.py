@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from helpers.tiny_runs import LORA, launch, lines
 from helpers.toys import make_module, make_samples, tokens_of, train_config
 from reinforge.backends.local import LocalBackend
+from reinforge.config.adapter import AdapterConfig
 from reinforge.config.schema import Config
 from reinforge.core.batch import Batch, pack
 from reinforge.core.engine import Sampling
@@ -35,6 +36,7 @@ from reinforge.models import (
     exact_proof,
     exact_tiles,
 )
+from reinforge.models.adapters import add_adapter
 from reinforge.models.attention import Segments, starts_of
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
@@ -680,10 +682,19 @@ def test_configuration(make: Callable[..., Config]) -> None:
 # ---- experts ----
 
 
+@pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
-def test_experts_do_not_know_which_other_tokens_they_get(arch: str) -> None:
-    """And what they compute is what they compute otherwise, gradients too."""
+def test_experts_do_not_know_which_other_tokens_they_get(arch: str, lora: bool) -> None:
+    """And what they compute is what they compute otherwise, gradients too; with an adapter on them
+    as well.
+    """
     module = make_module(arch)
+    if lora:
+        module = add_adapter(module, AdapterConfig(rank=4), seed=0)
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                if "lora_B" in name:
+                    p.normal_(std=0.3, generator=torch.Generator().manual_seed(p.numel()))
     model = CausalModel(copy.deepcopy(module), exact=True)
     exact_proof.prove(model)
     samples = make_samples([12, 40, 5])

@@ -6,7 +6,7 @@ Every output of a product is one chain of additions over K, from front to back, 
 `kernels.exact_product`: in tiles of one size it does not matter which tokens stand beside it.
 
 Legend: B tokens, E experts, k chosen for a token, P = B·k pairs of a token and an expert (pair p is
-choice p % k of token p // k), N outputs and K inputs of a product.
+choice p % k of token p // k), N outputs and K inputs of a product, r rank of an adapter.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from reinforge.models.expert_adapters import LowRank
 from reinforge.models.kernels.common import early
 from reinforge.models.kernels.layer import _gated
 
@@ -130,13 +131,13 @@ def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _weight_tile(W, n, k, s, N, K, w_n, w_k, EVEN: tl.constexpr):
-    """[BK, BN] numbers s + k of outputs n."""
+def _weight_tile(W, n, k, s, N, K, w_n, w_k, dtype: tl.constexpr, EVEN: tl.constexpr):
+    """[BK, BN] numbers s + k of outputs n, in a precision."""
     at = W + n.to(tl.int64)[None, :] * w_n + (s + k)[:, None] * w_k
     if EVEN:
-        return tl.load(at, mask=(n < N)[None, :], other=0.0)
+        return tl.load(at, mask=(n < N)[None, :], other=0.0).to(dtype)
     else:
-        return tl.load(at, mask=(n < N)[None, :] & (k < K - s)[:, None], other=0.0)
+        return tl.load(at, mask=(n < N)[None, :] & (k < K - s)[:, None], other=0.0).to(dtype)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -145,6 +146,8 @@ def _product(
     W,
     BIAS,
     WEIGHTS,
+    LOW,
+    UP,
     ORDER,
     BEGIN,
     Y,
@@ -154,6 +157,11 @@ def _product(
     w_e,
     w_n,
     w_k,
+    u_e,
+    u_n,
+    u_r,
+    scale,
+    RANK: tl.constexpr,
     TOP: tl.constexpr,
     SHARED: tl.constexpr,
     GATED: tl.constexpr,
@@ -165,11 +173,13 @@ def _product(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    BR: tl.constexpr,
 ):
     """One program per (tile of outputs, expert); it goes through the pairs of the expert, BM at a
     time. SHARED: X has a row per token, otherwise one per pair. GATED: silu of output n times
-    output N + n. WEIGHTED: times the pair's weight, stored as [k, B, N] for who adds them up;
-    otherwise as [P, N].
+    output N + n. RANK: of an adapter, of which LOW [P, RANK] times its expert's UP and `scale` is
+    added; 0: there is none. WEIGHTED: times the pair's weight, stored as [k, B, N] for who adds
+    them up; otherwise as [P, N].
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     expert = tl.program_id(1)
@@ -193,12 +203,22 @@ def _product(
                 x = tl.load(x_at + s, mask=there[:, None], other=0.0)
             else:
                 x = tl.load(x_at + s, mask=there[:, None] & (k < K - s)[None, :], other=0.0)
-            w = _weight_tile(weight, n, k, s, N, K, w_n, w_k, EVEN)
+            w = _weight_tile(weight, n, k, s, N, K, w_n, w_k, x.dtype, EVEN)
             acc = tl.dot(x, w, acc, input_precision=PRECISION)
             if GATED:
-                w = _weight_tile(weight + N * w_n, n, k, s, N, K, w_n, w_k, EVEN)
+                w = _weight_tile(weight + N * w_n, n, k, s, N, K, w_n, w_k, x.dtype, EVEN)
                 up = tl.dot(x, w, up, input_precision=PRECISION)
         dtype = Y.dtype.element_ty
+        if RANK > 0:
+            r = tl.arange(0, BR)
+            low_at = LOW + pair.to(tl.int64)[:, None] * RANK + r[None, :]
+            low = tl.load(low_at, mask=there[:, None] & (r < RANK)[None, :], other=0.0)
+            u = UP + expert.to(tl.int64) * u_e
+            w = _weight_tile(u, n, r, 0, N, RANK, u_n, u_r, low.dtype, False)
+            acc += tl.dot(low, w, input_precision=PRECISION) * scale
+            if GATED:
+                w = _weight_tile(u + N * u_n, n, r, 0, N, RANK, u_n, u_r, low.dtype, False)
+                up += tl.dot(low, w, input_precision=PRECISION) * scale
         if HAS_BIAS:
             bias = tl.load(BIAS + expert.to(tl.int64) * N + n, mask=n < N, other=0.0)
             acc = acc.to(dtype).to(tl.float32) + bias.to(tl.float32)[None, :]
@@ -220,6 +240,7 @@ TILES: dict[int, tuple[Tile, Tile]] = {
     128: ((128, 128, 64, 8, 3), (128, 128, 64, 8, 3)),
 }
 WIDE: Tile = (32, 32, 32, 4, 2)  # of float32
+NARROW = 64  # up to so many outputs, those of an adapter's first matrix, a tile has no more
 FIXED = 64  # the size of a tile in `model.exact`, whoever calls
 
 
@@ -242,13 +263,14 @@ def product(
     gated: bool = False,
     weights: Tensor | None = None,
     bias: Tensor | None = None,
+    low: LowRank | None = None,
     size: int = 0,
     tile: Tile | None = None,
 ) -> Tensor:
     """x, [P, K] or [B, K] if `shared`, times the weight [E, N, K] (any strides) of each pair's
-    expert, plus its bias [E, N]. `gated`: the weight has 2N outputs, and y = silu(first)·second.
-    `weights` [B, k]: y is multiplied by its pair's, and lies as [k, B, N]; otherwise as [P, N].
-    `size`: pairs of an expert that a tile has room for.
+    expert, plus what an adapter adds to it (`low`) and its bias [E, N]. `gated`: the weight has 2N
+    outputs, and y = silu(first)·second. `weights` [B, k]: y is multiplied by its pair's, and lies
+    as [k, B, N]; otherwise as [P, N]. `size`: pairs of an expert that a tile has room for.
     """
     experts, outer, inner = weight.shape
     pairs = len(order)
@@ -262,11 +284,19 @@ def product(
         tile = TILES[size or height(pairs, experts)][0 if gated else 1]
         tile = WIDE if x.dtype == torch.float32 else tile
     bm, bn, bk, warps, stages = tile
+    if outer <= NARROW:
+        bn = min(bn, max(16, triton.next_power_of_2(outer)))
+    narrow = up = x
+    if low is not None:
+        narrow = product(x, low.down, order, begin, top, shared=shared, size=size)
+        up = low.up
     _product[(triton.cdiv(outer, bn), experts)](
         x,
         weight,
         x if bias is None else bias,
         x if weights is None else weights.contiguous(),
+        narrow,
+        up,
         order,
         begin,
         y,
@@ -276,6 +306,9 @@ def product(
         weight.stride(0),
         weight.stride(1),
         weight.stride(2),
+        *(up.stride() if low is not None else (0, 0, 0)),
+        1.0 if low is None else low.scale,
+        RANK=0 if low is None else up.shape[2],
         TOP=top,
         SHARED=shared,
         GATED=gated,
@@ -286,6 +319,7 @@ def product(
         BM=bm,
         BN=bn,
         BK=bk,
+        BR=16 if low is None else max(16, triton.next_power_of_2(up.shape[2])),
         num_warps=warps,
         num_stages=stages,
         **early(),
