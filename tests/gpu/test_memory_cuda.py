@@ -19,7 +19,8 @@ from reinforge.backends import memory_model
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.memory_model import GIB
 from reinforge.backends.microbatch import auto_budget, facts_of
-from reinforge.config.train import OptimizerConfig, TrainConfig
+from reinforge.config.optimizer import OptimizerConfig
+from reinforge.config.train import TrainConfig
 from reinforge.core.batch import Totals, pack
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.errors import InputError

@@ -48,12 +48,20 @@ def newest(cfg: Any) -> Path:
     [
         ("sft", ("train.ema=0.9", "train.optimizer.weight_decay=0.1"), {}),
         ("sft", ("model.dtype=bfloat16",), {}),
+        (
+            "sft",
+            (
+                "train.optimizer.name=lion",
+                "train.optimizer.groups=[{match: ['*embed*'], rate: 0.5}]",
+            ),
+            {},
+        ),
         ("sft", ("train.tensor_parallel=2",), {}),
         ("sft", ("train.sequence_parallel=2",), {}),
         ("grpo", (), LORA),
         ("ppo", (), {"critic": {}}),
     ],
-    ids=["ema", "bfloat16", "tensor", "sequence", "adapter", "critic"],
+    ids=["ema", "bfloat16", "lion", "tensor", "sequence", "adapter", "critic"],
 )
 def test_pieces_are_the_same_checkpoint(
     ranks: Ranks,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from reinforge.backends.optimizer import MasterAdamW
+from reinforge.backends.optimizer import MasterOptimizer
 from reinforge.core.backend import State
 
 
@@ -22,7 +22,7 @@ class WeightAverage:
     continues it bit for bit.
     """
 
-    def __init__(self, optimizer: MasterAdamW, decay: float):
+    def __init__(self, optimizer: MasterOptimizer, decay: float):
         assert 0 <= decay <= 1
         self.optimizer = optimizer
         self.decay = decay

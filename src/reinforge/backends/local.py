@@ -20,7 +20,7 @@ from reinforge.backends.microbatch import (
     trained_tokens,
 )
 from reinforge.backends.oom import OomRecovery, fit_to_budget, memory_errors
-from reinforge.backends.optimizer import MasterAdamW, learning_rate
+from reinforge.backends.optimizer import MasterOptimizer, learning_rate
 from reinforge.backends.reference import ReferencePolicy
 from reinforge.backends.teachers import Teachers
 from reinforge.checkpoint.tensors import CheckpointTensors, within
@@ -116,8 +116,8 @@ class LocalBackend:
             self.model, offload=self.cfg.optimizer.offload, reference=reference, paired=paired
         )
 
-    def _optimizer(self) -> MasterAdamW:
-        return MasterAdamW(self.model.module, self.cfg.optimizer)
+    def _optimizer(self) -> MasterOptimizer:
+        return MasterOptimizer(self.model.module, self.cfg.optimizer)
 
     def _reference(self, model: CausalModel, kind: ReferenceConfig) -> ReferencePolicy:
         return ReferencePolicy(model, self.optimizer, kind)

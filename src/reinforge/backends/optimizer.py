@@ -1,4 +1,4 @@
-"""AdamW with float32 masters.
+"""An optimizer with float32 masters.
 
 A bf16 weight at learning rate 1e-6 would round back to itself; its master does not.
 """
@@ -7,62 +7,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from reinforge.config.train import OptimizerConfig, ScheduleConfig
-
-# of a group of parameters: its learning rate divided by that of the run
-RATIO = "ratio"
+from reinforge.backends.optimizer_state import kept_of, load_kept
+from reinforge.backends.update_rules import make_updates, set_rate
+from reinforge.config.optimizer import OptimizerConfig
+from reinforge.config.train import ScheduleConfig
 
 
 def learning_rate(step: int, base: float, schedule: ScheduleConfig, total: int) -> float:
-    """The rate of optimizer step `step` (from 0): linear warm-up, then constant, or down to
-    floor·base at `total`.
+    """The rate of optimizer step `step` (from 0): linear warm-up over some steps or a share of
+    `total`, then constant, or down to floor·base at `total`.
 
     Warm-up ends at the whole rate in its last step, and never has a rate of 0: a first batch that
     teaches nothing would be a waste, most of all where it had to be sampled. After it the rates are
     those of transformers' schedules, step for step.
     """
-    if step < schedule.warmup:
-        return base * (step + 1) / schedule.warmup
+    asked = schedule.warmup
+    warmup = math.ceil(asked * total) if isinstance(asked, float) else asked
+    if step < warmup:
+        return base * (step + 1) / warmup
     if schedule.kind == "constant":
         return base
-    done = min(1.0, (step - schedule.warmup) / max(1, total - schedule.warmup))
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
     left = 1 - done if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return base * (schedule.floor + (1 - schedule.floor) * left)
 
 
-def parameter_groups(weights: Mapping[str, Tensor], cfg: OptimizerConfig) -> list[dict[str, Any]]:
-    """What AdamW is given of the weights by name. Only matrices decay. With LoRA+ the matrices B of
-    an adapter learn `lora_plus` times as fast as everything else (2402.12354): they begin at 0, A
-    does not.
-    """
-    groups: dict[tuple[bool, float], dict[str, Any]] = {}
-    for name, weight in weights.items():
-        matrix = weight.ndim > 1
-        faster = cfg.lora_plus is not None and ("lora_B" in name or "lora_embedding_B" in name)
-        ratio = cfg.lora_plus if faster and cfg.lora_plus is not None else 1.0
-        group = {
-            "params": [],
-            "weight_decay": cfg.weight_decay if matrix else 0.0,
-            RATIO: ratio,
-        }
-        groups.setdefault((not matrix, ratio), group)["params"].append(weight)
-    return [groups[key] for key in sorted(groups)]
-
-
-def set_rate(adam: torch.optim.Optimizer, rate: float) -> None:
-    """The rate of the next update: of each of the `parameter_groups`, times its ratio."""
-    for group in adam.param_groups:
-        group["lr"] = rate * group[RATIO]
-
-
-class MasterAdamW:
-    """AdamW with float32 master weights, for a model in any precision. The local backend makes it
-    and steps it.
+class MasterOptimizer:
+    """An optimizer (`train.optimizer.name`) on float32 master weights, for a model in any
+    precision. The local backend makes it and steps it.
 
     Gradients of low-precision weights are added up in float32 as soon as they appear.
 
@@ -90,9 +67,8 @@ class MasterAdamW:
         self._start(cfg)
 
     def _start(self, cfg: OptimizerConfig) -> None:
-        self.adam = torch.optim.AdamW(
-            parameter_groups(self.masters, cfg), lr=0.0, betas=cfg.betas, eps=cfg.eps, fused=True
-        )
+        # by torch's classes; several where a weight's kind decides
+        self.updates: list[Optimizer] = make_updates(self.masters, cfg)
 
     @staticmethod
     def _into(master: Tensor):  # type: ignore[no-untyped-def]
@@ -138,8 +114,9 @@ class MasterAdamW:
             torch._foreach_mul_(self.gradients(), scale)
         if self.offload:
             self._fetch_gradients()
-        set_rate(self.adam, rate)
-        self.adam.step()
+        for update in self.updates:
+            set_rate(update, rate)
+            update.step()
         with torch.no_grad():
             for name, p in self.parameters.items():
                 # in float32 over the bus and rounded there: from pinned memory, one after the other
@@ -161,33 +138,21 @@ class MasterAdamW:
             self.parameters[name].grad = master.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Moments, step counts and masters by parameter name."""
+        """Masters, and what the optimizer keeps, by parameter name."""
         out = {}
         for name, master in self.masters.items():
             # a float32 weight is its own master, or equal to it
             if self.parameters[name].dtype != torch.float32:
                 out[f"{name}/master"] = master
-            for key, value in self.adam.state.get(master, {}).items():
-                out[f"{name}/{key}"] = value
-        return out
+        return out | kept_of(self.updates, self.masters)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.zero()
-        self.adam.state.clear()
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
                 master.copy_(tensors.get(f"{name}/master", self.parameters[name]))
-            state = {
-                key: tensors[f"{name}/{key}"]
-                for key in ("exp_avg", "exp_avg_sq", "step")
-                if f"{name}/{key}" in tensors
-            }
-            if state:
-                self.adam.state[master] = {
-                    k: v.clone().to(master.device if k != "step" or master.is_cuda else "cpu")
-                    for k, v in state.items()
-                }
+        load_kept(self.updates, self.masters, tensors)
 
 
 def host_copy(p: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from reinforge.backends.ema import WeightAverage
-from reinforge.backends.optimizer import MasterAdamW
+from reinforge.backends.optimizer import MasterOptimizer
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.core.backend import State
 from reinforge.core.batch import Batch
@@ -31,7 +31,7 @@ class ReferencePolicy:
     run and in its checkpoints; a frozen one is made again from the model.
     """
 
-    def __init__(self, model: CausalModel, optimizer: MasterAdamW, cfg: ReferenceConfig):
+    def __init__(self, model: CausalModel, optimizer: MasterOptimizer, cfg: ReferenceConfig):
         self.model = model
         self.cfg = cfg
         self.steps = 0  # optimizer steps since the run began

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from reinforge.config.base import Natural, NonNegative, Positive, Section
-from reinforge.config.train import OptimizerConfig, ScheduleConfig
+from reinforge.config.optimizer import OptimizerConfig
+from reinforge.config.train import ScheduleConfig
 
 
 class CriticConfig(Section):

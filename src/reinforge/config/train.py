@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from reinforge.config.base import (
     Count,
@@ -16,7 +16,10 @@ from reinforge.config.base import (
     Section,
 )
 from reinforge.config.deepspeed import DeepSpeedConfig
+from reinforge.config.optimizer import OptimizerConfig
 
+# of a whole, and less than it
+Share = Annotated[FiniteFloat, Field(gt=0, lt=1)]
 BackendName = Literal["local", "fsdp", "deepspeed", "megatron"]
 
 
@@ -24,39 +27,16 @@ class ScheduleConfig(Section):
     kind: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Shape after the warm-up."
     )
-    warmup: Natural = Field(
+    warmup: Natural | Share = Field(
         0,
         description=(
             "Optimizer steps (in RL epochs x minibatches of them per step) of linear warm-up: the"
-            " first has rate / warmup, number `warmup` the whole. transformers and TRL begin at 0,"
-            " so that their first step changes nothing."
+            " first has rate / warmup, number `warmup` the whole. Between 0 and 1: a share of all"
+            " of them, rounded up. transformers and TRL begin at 0, so that their first step"
+            " changes nothing."
         ),
     )
     floor: Fraction = Field(0.0, description="The schedule ends at floor x learning_rate.")
-
-
-class OptimizerConfig(Section):
-    betas: tuple[Fraction, Fraction] = Field(
-        (0.9, 0.999), description="Decay of AdamW's two moments."
-    )
-    eps: Positive = Field(1e-8, description="Added to the root of the second moment.")
-    weight_decay: NonNegative = Field(
-        0.0, description="Decoupled: times learning_rate, not in the gradient."
-    )
-    lora_plus: Positive | None = Field(
-        None,
-        description=(
-            "LoRA+: the matrices B of an adapter learn so many times as fast as everything else; 16"
-            " is usual (2402.12354). Off by default."
-        ),
-    )
-    offload: bool = Field(
-        False,
-        description=(
-            "Keep master weights and moments in host memory and update there: 12 bytes per weight"
-            " less on the GPU, slower steps."
-        ),
-    )
 
 
 class TrainConfig(Section):
@@ -117,7 +97,9 @@ class TrainConfig(Section):
     prompts_per_step: Count = Field(
         64, description="Data rows per step. In RL each is sampled group_size times."
     )
-    learning_rate: NonNegative = Field(1e-5, description="Of AdamW, at the top of the schedule.")
+    learning_rate: NonNegative = Field(
+        1e-5, description="Of the optimizer, at the top of the schedule."
+    )
     freeze: list[str] = Field(
         [],
         description=(

@@ -104,6 +104,7 @@ def preflight(config: Config) -> PlanReport:
     _check_env(config, report)
     _check_agent(config, report)
     _check_parts(config, report)
+    _check_optimizer(config, report)
     _check_cut(config, report)
     _check_structured(config, report)
     for doubt in doubts(config):
@@ -461,6 +462,13 @@ def _check_env(config: Config, report: PlanReport) -> None:
         )
     if config.env.compare and ".py:" in config.env.compare:
         _check_function("env.compare", config.env.compare, report)
+
+
+def _check_optimizer(config: Config, report: PlanReport) -> None:
+    critic = None if config.critic is None else config.critic.optimizer
+    for section, optimizer in (("train", config.train.optimizer), ("critic", critic)):
+        if optimizer is not None and ".py" in optimizer.name:
+            _check_function(f"{section}.optimizer.name", optimizer.name, report)
 
 
 def _check_function(key: str, name: str, report: PlanReport) -> None:

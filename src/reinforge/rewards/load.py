@@ -5,18 +5,16 @@ No torch here: workers import this.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from reinforge.core.errors import InputError
-from reinforge.core.user_files import load_file
+from reinforge.core.user_files import load_attribute
 
 T = TypeVar("T")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -65,37 +63,8 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
             where=where,
             fix="Pass it again, or put it into a file and name it file.py:function.",
         )
-    if not source:
-        raise InputError(
-            f"{name!r} names no function.",
-            where=where,
-            fix="Write file.py:function or package.module:function.",
-        )
-    if source.endswith(".py"):
-        path = Path(source).expanduser()
-        if not path.is_file():
-            raise InputError(
-                f"no such file: {path}",
-                where=where,
-                fix="Paths are relative to where you run the command.",
-            )
-        module = load_file(path, f"reinforge_user_{path.stem}")
-    else:
-        try:
-            module = importlib.import_module(source)
-        except ModuleNotFoundError as error:
-            raise InputError(
-                f"cannot import {source}: {error}",
-                where=where,
-                fix="Install it, or put it on PYTHONPATH.",
-            ) from error
-    if not callable(getattr(module, attribute, None)):
-        raise InputError(
-            f"{source} has no function {attribute!r}.",
-            where=where,
-            fix=f"It has: {', '.join(n for n in dir(module) if not n.startswith('_'))[:200]}.",
-        )
-    return getattr(module, attribute)
+    found: Callable[..., Any] = load_attribute(name, where)
+    return found
 
 
 def importable(function: Any) -> str | None:

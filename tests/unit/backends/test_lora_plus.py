@@ -8,7 +8,7 @@ import torch
 from helpers.toys import make_module, make_samples, parameters, train_config
 from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.backends.local import LocalBackend
-from reinforge.backends.optimizer import RATIO
+from reinforge.backends.update_rules import RATIO
 from reinforge.config.adapter import AdapterConfig
 from reinforge.core.batch import Totals, pack
 from reinforge.models.adapters import add_adapter
@@ -42,7 +42,7 @@ def test_b_moves_so_many_times_as_far(kind: str) -> None:
     """
     backend, moved = stepped(kind, 16.0)
     plain, usual = stepped(kind, None)
-    groups = backend.optimizer.adam.param_groups
+    groups = backend.optimizer.updates[0].param_groups
     named = {id(p): name for name, p in backend.optimizer.masters.items()}
     for group in groups:
         names = {named[id(p)] for p in group["params"]}
@@ -50,7 +50,7 @@ def test_b_moves_so_many_times_as_far(kind: str) -> None:
         fast = "lora_B" in next(iter(names))
         assert group[RATIO] == (16.0 if fast else 1.0)
         assert group["lr"] == pytest.approx(1.6e-2 if fast else 1e-3, rel=1e-12)
-    assert {group["lr"] for group in plain.optimizer.adam.param_groups} == {1e-3}
+    assert {group["lr"] for group in plain.optimizer.updates[0].param_groups} == {1e-3}
     for name, change in moved.items():
         if "lora_B" in name:
             torch.testing.assert_close(change, 16 * usual[name], rtol=1e-3, atol=1e-6)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from reinforge.backends.optimizer import MasterAdamW, learning_rate
-from reinforge.config.train import OptimizerConfig, ScheduleConfig
+from reinforge.backends.optimizer import MasterOptimizer, learning_rate
+from reinforge.config.optimizer import OptimizerConfig
+from reinforge.config.train import ScheduleConfig
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
     return module.to(dtype)
 
 
-def give_gradients(optimizer: MasterAdamW, seed: int) -> dict[str, torch.Tensor]:
+def give_gradients(optimizer: MasterOptimizer, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     grads = {
         name: torch.randn(m.shape, generator=generator) for name, m in optimizer.masters.items()
@@ -83,7 +84,7 @@ def give_gradients(optimizer: MasterAdamW, seed: int) -> dict[str, torch.Tensor]
 def test_adamw_by_hand(dtype: torch.dtype) -> None:
     """m, v, bias correction and decoupled decay on matrices only, in float64."""
     cfg = OptimizerConfig(betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
-    optimizer = MasterAdamW(model(dtype), cfg)
+    optimizer = MasterOptimizer(model(dtype), cfg)
     value = {k: m.detach().double() for k, m in optimizer.masters.items()}
     first = {k: torch.zeros_like(v) for k, v in value.items()}
     second = {k: torch.zeros_like(v) for k, v in value.items()}
@@ -104,7 +105,7 @@ def test_adamw_by_hand(dtype: torch.dtype) -> None:
 
 
 def test_norm_and_missing_gradients() -> None:
-    optimizer = MasterAdamW(model(), OptimizerConfig())
+    optimizer = MasterOptimizer(model(), OptimizerConfig())
     assert float(optimizer.gradient_norm()) == 0.0
     grads = give_gradients(optimizer, 0)
     assert float(optimizer.gradient_norm()) == pytest.approx(
@@ -122,7 +123,7 @@ def test_norm_and_missing_gradients() -> None:
 def test_bfloat16_gradients_add_up_in_float32() -> None:
     """A thousand micro-batches of 1/1000: a bf16 sum would stop growing at a fraction of it."""
     weight = nn.Linear(1, 1, bias=False).bfloat16()
-    optimizer = MasterAdamW(weight, OptimizerConfig())
+    optimizer = MasterOptimizer(weight, OptimizerConfig())
     for _ in range(1000):
         (weight(torch.ones(1, 1, dtype=torch.bfloat16)).sum() * 2.0**-10).backward()
     assert weight.weight.grad is None
@@ -137,7 +138,7 @@ def test_offloaded_states_give_the_same_bits(dtype: torch.dtype) -> None:
     cfg = OptimizerConfig(betas=(0.8, 0.9), weight_decay=0.1)
     modules = [model(dtype), model(dtype)]
     pair = [
-        MasterAdamW(m, c)
+        MasterOptimizer(m, c)
         for m, c in zip(modules, (cfg, cfg.model_copy(update={"offload": True})), strict=True)
     ]
     assert all(
@@ -176,4 +177,4 @@ def test_offloaded_states_give_the_same_bits(dtype: torch.dtype) -> None:
 def test_frozen_parameters_stay_out() -> None:
     module = model()
     module[0].requires_grad_(False)
-    assert set(MasterAdamW(module, OptimizerConfig()).masters) == {"1.weight", "1.bias"}
+    assert set(MasterOptimizer(module, OptimizerConfig()).masters) == {"1.weight", "1.bias"}

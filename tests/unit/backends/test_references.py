@@ -19,15 +19,15 @@ from helpers.toys import SilentView, make_module, make_samples, parameters, trai
 from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.backends.ema import WeightAverage
 from reinforge.backends.local import LocalBackend
-from reinforge.backends.optimizer import MasterAdamW
+from reinforge.backends.optimizer import MasterOptimizer
 from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.saved_model import load_weights
 from reinforge.build.trainer import build
 from reinforge.checkpoint import store
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.algorithm import ReferenceConfig
+from reinforge.config.optimizer import OptimizerConfig
 from reinforge.config.schema import Config
-from reinforge.config.train import OptimizerConfig
 from reinforge.core.batch import Totals, pack
 from reinforge.models.adapters import adapter_off, add_adapter
 from reinforge.models.causal import CausalModel
@@ -35,11 +35,11 @@ from reinforge.models.load import load_model
 from reinforge.offline.export import export
 
 
-def one_weight(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, MasterAdamW]:
+def one_weight(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, MasterOptimizer]:
     module = nn.Linear(1, 1, bias=False).to(dtype)
     with torch.no_grad():
         module.weight.fill_(1.0)
-    return module, MasterAdamW(module, OptimizerConfig())
+    return module, MasterOptimizer(module, OptimizerConfig())
 
 
 # the average

@@ -76,6 +76,11 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "Moving average of the weights": ("train.ema=0.9",),
         "Noise on embeddings (NEFTune)": ("algorithm.name=sft", NO_REWARDS, "train.neftune=5.0"),
         "Optimizer in host memory": ("train.optimizer.offload=true",),
+        "Lion": ("train.optimizer.name=lion",),
+        "Muon, Adafactor, an optimizer of your own": ("train.optimizer.name=muon",),
+        "Weights with rates and decays of their own": (
+            "train.optimizer.groups=[{match: ['*embed*'], rate: 0.1}]",
+        ),
         "A reference that moves": ("algorithm.kl.reference.kind=ema",),
         "An opponent (self-play)": ("algorithm.name=xpo",),
         "Log-probs of the reference computed once": (

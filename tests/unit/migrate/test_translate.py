@@ -46,6 +46,33 @@ def test_batches_of_trl_are_counted_over_all_devices(tmp_path: Path) -> None:
     assert grpo.config["algorithm"]["minibatches"] == 2
 
 
+@pytest.mark.parametrize(
+    ("optim", "ours"),
+    [
+        ("adamw_torch_fused", {}),
+        ("paged_adamw_32bit", {"offload": True}),
+        ("lion_32bit", {"name": "lion", "options": {"betas": [0.9, 0.95]}}),
+        ("paged_lion_32bit", {"name": "lion", "offload": True, "options": {"betas": [0.9, 0.95]}}),
+        ("adafactor", {"name": "adafactor"}),
+        ("sgd", {"name": "torch.optim:SGD"}),
+        ("grokadamw", {}),
+    ],
+)
+def test_optimizers_of_transformers(tmp_path: Path, optim: str, ours: dict[str, Any]) -> None:
+    """Its betas of Adam are Lion's too; what an optimizer does not read is left out."""
+    text = f"{TRL}optim: {optim}\nadam_beta2: 0.95\nadam_epsilon: 1.0e-6\n"
+    found = migrated(tmp_path, "sft.yaml", text)
+    of_adam = {} if "name" in ours else {"betas": [0.9, 0.95], "eps": 1e-6}
+    assert found.config["train"]["optimizer"] == {**of_adam, **ours}
+    config_from_dict(found.config)
+    assert (note(found, "optim").state == "missing") == (optim == "grokadamw")
+
+
+def test_a_share_of_steps_that_are_not_told_stays_a_share(tmp_path: Path) -> None:
+    found = migrated(tmp_path, "sft.yaml", f"{TRL}warmup_ratio: 0.1\nnum_train_epochs: 2\n")
+    assert found.config["train"]["schedule"]["warmup"] == 0.1
+
+
 def test_steps_of_trl_are_optimizer_steps(tmp_path: Path) -> None:
     """100 of them, 2 of a generation and 3 passes over it, are 17 batches."""
     text = (

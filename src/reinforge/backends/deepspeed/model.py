@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from reinforge.backends.deepspeed.library import library, start_engine
 from reinforge.backends.distributed.ranks import RankMember
-from reinforge.backends.optimizer import parameter_groups, set_rate
+from reinforge.backends.update_rules import parameter_groups, set_rate
 from reinforge.config.deepspeed import DeepSpeedConfig
-from reinforge.config.train import OptimizerConfig
+from reinforge.config.optimizer import OptimizerConfig
 from reinforge.models.packed import PackedModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

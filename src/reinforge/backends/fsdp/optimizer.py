@@ -1,4 +1,4 @@
-"""AdamW on the shards of a model. What it and the averages see are plain tensors: the shards
+"""An optimizer on the shards of a model. What it and the averages see are plain tensors: the shards
 themselves.
 """
 
@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from reinforge.backends.fsdp.tensor_parallel import TensorParallelPlan
-from reinforge.backends.optimizer import MasterAdamW, host_copy
-from reinforge.config.train import OptimizerConfig
+from reinforge.backends.optimizer import MasterOptimizer, host_copy
+from reinforge.config.optimizer import OptimizerConfig
 
 
-class ShardedAdamW(MasterAdamW):
-    """AdamW on this rank's shards of the weights. `FsdpWorker` makes it and steps it.
+class ShardedOptimizer(MasterOptimizer):
+    """An optimizer on this rank's shards of the weights. `FsdpWorker` makes it and steps it.
 
     `parameters` are plain float32 tensors that share their memory with what is sharded; what is
     `whole` is the same on every rank and counts once. `mesh` is that of the shards; with a `plan`

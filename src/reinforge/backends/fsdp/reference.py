@@ -11,7 +11,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from reinforge.backends.fsdp.optimizer import ShardedAdamW
+from reinforge.backends.fsdp.optimizer import ShardedOptimizer
 from reinforge.backends.reference import ReferencePolicy
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.core.batch import Batch
@@ -28,7 +28,7 @@ class ShardedReference(ReferencePolicy):
     def __init__(
         self,
         model: CausalModel,
-        optimizer: ShardedAdamW,
+        optimizer: ShardedOptimizer,
         cfg: ReferenceConfig,
         copied: CausalModel | None,
         root: FSDPModule,

@@ -24,7 +24,7 @@ from reinforge.backends.distributed.parallel_layout import ParallelLayout
 from reinforge.backends.distributed.ranks import RankMember
 from reinforge.backends.distributed.worker import Dealt, RankWorker, parameter_of
 from reinforge.backends.fsdp.model import shard
-from reinforge.backends.fsdp.optimizer import ShardedAdamW
+from reinforge.backends.fsdp.optimizer import ShardedOptimizer
 from reinforge.backends.fsdp.reference import ShardedReference
 from reinforge.backends.fsdp.tensor_parallel import TensorParallelPlan
 from reinforge.backends.memory_model import budget, gradient_bytes, optimizer_bytes
@@ -55,7 +55,7 @@ class FsdpWorker(RankWorker):
 
     saves = "more ranks, or model.gradient_checkpointing=true"
     writes_pieces = True
-    optimizer: ShardedAdamW
+    optimizer: ShardedOptimizer
 
     def __init__(
         self,
@@ -145,8 +145,8 @@ class FsdpWorker(RankWorker):
         fits = budget(share, memory.free, reference=reference, reserved=reserved)
         return fits * self.parallel.sequence
 
-    def _optimizer(self) -> ShardedAdamW:
-        return ShardedAdamW(
+    def _optimizer(self) -> ShardedOptimizer:
+        return ShardedOptimizer(
             self.model.module,
             self.cfg.optimizer,
             self.stored,

@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from reinforge.backends.megatron.model import MegatronModel
-from reinforge.backends.optimizer import MasterAdamW
-from reinforge.config.train import OptimizerConfig
+from reinforge.backends.optimizer import MasterOptimizer
+from reinforge.config.optimizer import OptimizerConfig
 
 
-class GroupAdamW(MasterAdamW):
+class GroupOptimizer(MasterOptimizer):
     """AdamW on what one rank of a tensor group holds. `MegatronWorker` makes it and steps it.
 
     The gradient is added up over ranks before the step, and its norm is that of the whole model.

@@ -19,7 +19,7 @@ from reinforge.backends.distributed.parallel_layout import ParallelLayout
 from reinforge.backends.distributed.ranks import RankMember
 from reinforge.backends.distributed.worker import RankWorker
 from reinforge.backends.megatron.model import MegatronModel, WeightPlacement
-from reinforge.backends.megatron.optimizer import GroupAdamW
+from reinforge.backends.megatron.optimizer import GroupOptimizer
 from reinforge.backends.reference import FrozenReference, ReferencePolicy
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
@@ -37,7 +37,7 @@ class MegatronWorker(RankWorker):
     """
 
     saves = "a larger train.tensor_parallel, or model.gradient_checkpointing=true"
-    optimizer: GroupAdamW
+    optimizer: GroupOptimizer
     model: MegatronModel
 
     def __init__(
@@ -69,8 +69,8 @@ class MegatronWorker(RankWorker):
         self._inbox: dict[str, Tensor] = {}
         super().__init__(MegatronModel(member, hosted, self.parallel.tensor), cfg, **settings)
 
-    def _optimizer(self) -> GroupAdamW:
-        return GroupAdamW(self.model, self.cfg.optimizer)
+    def _optimizer(self) -> GroupOptimizer:
+        return GroupOptimizer(self.model, self.cfg.optimizer)
 
     def _reference(self, model: CausalModel, kind: ReferenceConfig) -> ReferencePolicy:
         return FrozenReference(model, kind, self._frozen)

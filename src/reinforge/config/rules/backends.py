@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from reinforge.config.deepspeed import DeepSpeedConfig
+from reinforge.config.optimizer import OptimizerConfig
 from reinforge.config.rules.facts import moving, opposed
 from reinforge.config.rules.table import YES, Cell, Column, Feature, No, Rule, Table, Yes
 from reinforge.config.sections import Sections
@@ -20,9 +21,19 @@ def _only_fsdp(*, megatron: bool = False) -> dict[str, Cell]:
     return _cells(local=no, fsdp=YES, deepspeed=no, megatron=YES if megatron else no)
 
 
-def _offloads_optimizer(config: Sections) -> bool:
+def _optimizers(config: Sections) -> tuple[OptimizerConfig, ...]:
+    """Of the policy, and of the critic where it has one of its own."""
     critic = config.critic.optimizer if config.critic is not None else None
-    return config.train.optimizer.offload or (critic is not None and critic.offload)
+    return (config.train.optimizer, *(() if critic is None else (critic,)))
+
+
+def _offloads_optimizer(config: Sections) -> bool:
+    return any(optimizer.offload for optimizer in _optimizers(config))
+
+
+def _sees_matrices(config: Sections) -> bool:
+    """Whether an optimizer needs whole tensors, as far as is known."""
+    return any(optimizer.name not in ("adamw", "lion") for optimizer in _optimizers(config))
 
 
 def _critic_lora_plus(config: Sections) -> bool:
@@ -62,6 +73,12 @@ FOR_RANKS = No(
 ONLY_DEEPSPEED = No(
     "only the backend deepspeed reads it", "set train.backend=deepspeed, or remove it"
 )
+WHOLE_MATRICES = No(
+    "a rank has a part of each matrix, and this optimizer looks at whole ones",
+    "use adamw or lion, or train.backend=local",
+)
+ONLY_ADAMW = No("{backend} updates with AdamW only", "use adamw, or train.backend=local or fsdp")
+NO_GROUPS = No("{backend} has one rate for all weights", "set train.backend=local or fsdp")
 
 FEATURES = (
     Feature(
@@ -244,6 +261,24 @@ FEATURES = (
                 "set train.backend=fsdp and train.offload_weights",
             ),
         ),
+    ),
+    Feature(
+        "Lion",
+        "train.optimizer.name",
+        lambda c: any(optimizer.name == "lion" for optimizer in _optimizers(c)),
+        _cells(local=YES, fsdp=YES, deepspeed=ONLY_ADAMW, megatron=ONLY_ADAMW),
+    ),
+    Feature(
+        "Muon, Adafactor, an optimizer of your own",
+        "train.optimizer.name",
+        _sees_matrices,
+        _cells(local=YES, fsdp=WHOLE_MATRICES, deepspeed=ONLY_ADAMW, megatron=ONLY_ADAMW),
+    ),
+    Feature(
+        "Weights with rates and decays of their own",
+        "train.optimizer.groups",
+        lambda c: any(optimizer.groups for optimizer in _optimizers(c)),
+        _cells(local=YES, fsdp=YES, deepspeed=NO_GROUPS, megatron=NO_GROUPS),
     ),
     Feature(
         "A reference that moves",

@@ -85,22 +85,13 @@ def put_adapter(
         draft.put("adapter.dropout", dropout)
 
 
-def put_warmup(draft: Draft, key: str, ratio: float, *, updates: int = 1) -> None:
+def put_warmup(draft: Draft, ratio: float, *, updates: int = 1) -> None:
     """A share of the steps, as a number of them where the file says how many there are."""
     steps = draft.at("train.steps")
-    if not ratio:
-        return
-    if steps:
+    if steps and ratio:
         draft.put("train.schedule.warmup", math.ceil(ratio * steps * updates))
-        return
-    draft.tell(
-        key,
-        "differs",
-        says=(
-            f"{ratio:g} of all optimizer steps, which the file does not tell: `reinforge plan` says"
-            " how many there are; set train.schedule.warmup to that share of them"
-        ),
-    )
+    elif 0 < ratio < 1:
+        draft.put("train.schedule.warmup", ratio)
 
 
 def put_deepspeed(draft: Draft, stage: int | None, *, offload: bool = False) -> None:

@@ -52,7 +52,6 @@ def finish(draft: Draft, source: Source, devices: int | None) -> None:
         _supervised(draft)
     put_warmup(
         draft,
-        "actor.lr_warmup_ratio" if "actor.lr_warmup_ratio" in draft.given else "lr_warmup_ratio",
         draft.number("actor.lr_warmup_ratio", "lr_warmup_ratio", default=0.03) or 0,
         updates=updates,
     )

@@ -16,6 +16,20 @@ from reinforge.migrate.libraries.common import (
 from reinforge.migrate.source import Source
 
 DEVICES = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus")
+# how a name of transformers begins, and what it is here
+OPTIMIZERS = {
+    "adamw_torch_8bit": None,
+    "adamw_torch_4bit": None,
+    "adamw_8bit": None,
+    "adamw_bnb_8bit": None,
+    "adamw": "adamw",
+    "lion": "lion",
+    "adafactor": "adafactor",
+    "muon": "muon",
+    "sgd": "torch.optim:SGD",
+    "adagrad": "torch.optim:Adagrad",
+    "rmsprop": "torch.optim:RMSprop",
+}
 MIN_LR = ("min_lr_rate", "lr_scheduler_kwargs.min_lr_rate")
 
 
@@ -63,10 +77,10 @@ def put_schedule(draft: Draft, *, updates: int = 1) -> None:
     if steps >= 1:
         draft.put("train.schedule.warmup", round(steps))
     elif steps > 0:
-        put_warmup(draft, "warmup_steps", steps, updates=updates)
+        put_warmup(draft, steps, updates=updates)
     else:
         ratio = draft.number("warmup_ratio", default=0) or 0
-        put_warmup(draft, "warmup_ratio", ratio, updates=updates)
+        put_warmup(draft, ratio, updates=updates)
     kwargs = draft.get("lr_scheduler_kwargs")
     inside = kwargs.get("min_lr_rate") if isinstance(kwargs, dict) else None
     floor = draft.number(*MIN_LR, default=inside)
@@ -97,11 +111,30 @@ def put_machine(draft: Draft, source: Source) -> None:
         put_deepspeed(draft, None)
     elif draft.get("fsdp", "fsdp_config") or "fsdp" in file:
         draft.put("train.backend", "fsdp")
-    optimizer = str(draft.get("optim", default=""))
-    if optimizer.startswith("paged"):
+    put_optimizer(draft)
+
+
+def put_optimizer(draft: Draft) -> None:
+    """transformers' `optim`, less where its states are: paged is in host memory here."""
+    asked = str(draft.get("optim", default="muon" if draft.get("use_muon") is True else ""))
+    if asked.startswith("paged"):
         draft.put("train.optimizer.offload", True)
-    elif optimizer and not optimizer.startswith("adamw_torch"):
-        draft.tell("optim", "missing", says=f"{optimizer}: AdamW with float32 moments instead")
+    plain = asked.removeprefix("paged_")
+    name = next((ours for theirs, ours in OPTIMIZERS.items() if plain.startswith(theirs)), None)
+    if not asked or name == "adamw":
+        return
+    on_ranks = draft.at("train.backend") in ("deepspeed", "fsdp")
+    if name is None or (on_ranks and (name != "lion" or draft.at("train.backend") != "fsdp")):
+        draft.tell("optim", "missing", says=f"{asked}: AdamW with float32 moments instead")
+        return
+    draft.put("train.optimizer.name", name)
+    if name == "muon":
+        return
+    betas = draft.at("train.optimizer.betas")
+    for key in ("betas", "eps"):
+        draft.drop(f"train.optimizer.{key}")
+    if name == "lion":  # which has transformers' betas of Adam, not those of its paper
+        draft.put("train.optimizer.options.betas", betas or [0.9, 0.999])
 
 
 def put_run(draft: Draft) -> None:

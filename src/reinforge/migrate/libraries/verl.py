@@ -346,7 +346,7 @@ def _warmup(draft: Draft, updates: int) -> None:
     if steps > 0:
         draft.put("train.schedule.warmup", steps)
     else:
-        put_warmup(draft, f"{A}.actor.optim.lr_warmup_steps_ratio", ratio, updates=updates)
+        put_warmup(draft, ratio, updates=updates)
 
 
 def _rewards(draft: Draft) -> None:
