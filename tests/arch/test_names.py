@@ -9,7 +9,7 @@ from pathlib import Path
 
 from helpers.source_tree import PACKAGE
 
-# What these were is in the glossary of docs/concepts.md: worker group, mailbox, payload, rollout
+# What these were is in docs/glossary.md: worker group, mailbox, payload, rollout
 # buffer, rollout batch, row sampler, resumable engine, dispatch, shards, tool template ...
 RETIRED = """
     ahead answered asked begun bind blame both carry choose chooser contest crew deal dealt desk
