@@ -21,6 +21,7 @@ from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import pick_device, without_quantization
 from reinforge.models.named_weights import named_weights
+from reinforge.models.routing import routed_layers
 from reinforge.models.save import attend_as_transformers, writing
 from reinforge.weights.probe import Scorer
 
@@ -52,6 +53,7 @@ def setup_of(
         kv_gib=cfg.rollout.kv_gib,
         seed=seed_of(cfg.run.seed, "engine"),
         colocated=not cfg.engine.devices and not cfg.engine.address,
+        routed=routed_layers(model) if cfg.train.router_replay != "off" else None,
     )
 
 

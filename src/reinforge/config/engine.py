@@ -31,6 +31,7 @@ class ServerFacts:
     stop_strings: bool = True  # ends a completion at a string; at a token all of them do
     structured: bool = True  # keeps answers to a regular expression, a JSON schema or a grammar
     sleeps: bool = True  # gives GPU memory back while the trainer needs it
+    routes: bool = False  # tells which experts of a mixture its tokens went to
     key: bool = True  # answers only who has its key; otherwise everybody on its host
     cpu_head_size: int = 1  # the smallest attention head that it computes on a CPU
     # architectures that the server itself generated with; none: only a stub of it answered
@@ -42,6 +43,7 @@ SERVERS: dict[str, ServerFacts] = {
         "reinforge.engines.served.vllm:Vllm",
         package="vllm",
         ipc=True,
+        routes=True,
         cpu_head_size=32,
         run_with=("llama", "qwen2"),
     ),

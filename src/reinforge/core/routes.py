@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,20 @@ from torch import Tensor
 
 NAME = "routes"  # among the extras of a sample
 OPEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedLayers:
+    """The layers of a mixture that are blocks of experts: what a server that tells of all its
+    layers is asked for. `models.routing.routed_layers` finds them.
+    """
+
+    layers: tuple[int, ...]
+    experts: int
+
+    def of(self, routes: Tensor) -> Tensor:
+        """[T, L, k] of [T, all layers, k]."""
+        return narrow(routes[:, list(self.layers)], self.experts)
 
 
 def narrow(routes: Tensor, experts: int) -> Tensor:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from reinforge.core.errors import InputError
 from reinforge.core.model_facts import ModelFacts
-from reinforge.core.routes import OPEN
+from reinforge.core.routes import OPEN, RoutedLayers
 from reinforge.models.packed import PackedModel
 from reinforge.models.route_store import RouteShape
 
@@ -228,6 +228,13 @@ class Routers:
 def holds_experts(part: nn.Module) -> bool:
     """Whether it is a block of experts."""
     return "experts" in dict(part.named_children())
+
+
+def routed_layers(model: PackedModel) -> RoutedLayers:
+    """The layers that are blocks of experts, in the order of `Routers.choices`."""
+    names = [name for name, part in model.trunk.named_modules() if holds_experts(part)]
+    layers = [int(next(word for word in name.split(".") if word.isdigit())) for name in names]
+    return RoutedLayers(tuple(layers), ModelFacts.of(model.config).experts)
 
 
 def tell_choice(block: nn.Module, chosen: Tensor) -> None:

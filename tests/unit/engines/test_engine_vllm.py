@@ -9,25 +9,33 @@ import asyncio
 import json
 import pickle
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from helpers.toy_architectures import make_architecture
 from helpers.toys import run
 from reinforge.config.engine import EngineConfig
 from reinforge.config.load import config_from_dict
 from reinforge.config.rules.machine import missing
+from reinforge.core import routes
 from reinforge.core.constraint import Constraint
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
-from reinforge.engines.served.dialect import SampleRequest, ServerSetup, options
+from reinforge.core.routes import RoutedLayers
+from reinforge.engines.served.dialect import SampleOutput, SampleRequest, ServerSetup, options
+from reinforge.engines.served.engine import SampleInProgress
 from reinforge.engines.served.make import make_served
 from reinforge.engines.served.vllm import Vllm, plugin_file, unpacked
 from reinforge.engines.served.vllm_plugin import ControlMiddleware
+from reinforge.models.causal import CausalModel
+from reinforge.models.routing import Routers, routed_layers
 
 BASE = {
     "model": {"path": "x"},
@@ -421,3 +429,67 @@ def test_an_abort_returns_what_there_is(client: Client) -> None:
         ) == [7, 7]
 
     run(work())
+
+
+def test_the_experts_of_an_answer_come_back(client: Client, tmp_path: Path) -> None:
+    """Of layers 1 and 3 of a mixture of 256 experts, through plug-in and dialect: the last number
+    that a byte has is an expert there, not an open choice.
+    """
+    told = np.random.default_rng(0).integers(0, 256, (5, 4, 2)).astype(np.uint8)
+    told[2, 3] = 255
+
+    async def work() -> None:
+        front = ControlMiddleware(None)
+        usual = client.generate
+
+        async def with_experts(*given: Any) -> Any:
+            async for output in usual(*given):
+                output.outputs[0].routed_experts = told
+                yield output
+
+        client.generate = with_experts  # type: ignore[method-assign]
+
+        class Http:
+            async def post(self, path: str, body: Any, **_: Any) -> Any:
+                return (await ask(front, client, path, body))[1]
+
+        requests = [SampleRequest([1, 2], 3, 4)]
+        [output] = await Vllm().generate(Http(), requests, Sampling(4), frozenset())  # type: ignore[arg-type]
+        draft = SampleInProgress(0)
+        draft.take(output, 0, 4, frozenset(), RoutedLayers((1, 3), 256))
+        assert draft.done.tokens == [7] * 4 and draft.done.routes is not None
+        found = routes.wide(draft.done.routes)
+        assert torch.equal(found, torch.from_numpy(told[:, [1, 3]].astype(np.int64)))
+        # a part that was interrupted has none of its own in the end
+        draft.take(SampleOutput([8], [-1.0], "stop"), 0, 9, frozenset())
+        assert draft.done.routes is None and draft.done.tokens == [7, 7, 7, 7, 8]
+
+    run(work())
+
+
+def test_a_server_is_started_to_tell_its_experts(tmp_path: Path) -> None:
+    told = "--enable-return-routed-experts"
+    asked = setup(tmp_path, routed=RoutedLayers((0,), 4))
+    assert told in Vllm().command(asked, "py", 5)
+    assert told not in Vllm().command(setup(tmp_path), "py", 5)
+    with pytest.raises(InputError, match=r"train\.router_replay"):
+        Vllm().command(replace(asked, device="cpu"), "py", 5)
+
+    class Http:
+        address = "http://there"
+
+        async def post(self, path: str, **_: Any) -> Any:
+            return {"logprobs": "processed_logprobs", "dtype": "bfloat16", "routes": False}
+
+    with pytest.raises(InputError, match="enable-return-routed-experts"):
+        run(Vllm().status(Http(), asked))  # type: ignore[arg-type]
+    run(Vllm().status(Http(), setup(tmp_path)))  # type: ignore[arg-type]
+
+
+def test_the_layers_of_a_mixture_that_have_experts() -> None:
+    """The first of these is dense."""
+    model = CausalModel(make_architecture("deepseek_v3", first_k_dense_replace=1))
+    found = routed_layers(model)
+    routers = Routers.of(model)
+    assert routers is not None and len(found.layers) == len(routers.choices)
+    assert found.layers[0] == 1 and found.experts == routers.choices[0].experts

@@ -129,7 +129,11 @@ def _features(servers: Servers) -> tuple[Feature, ...]:
             "The experts of the sampled tokens (router replay)",
             "train.router_replay",
             lambda c: c.train.router_replay != "off",
-            cells(native=YES, started=OTHER_EXPERTS, running=OTHER_EXPERTS),
+            cells(
+                native=YES,
+                started=where(lambda facts: facts.routes, OTHER_EXPERTS),
+                running=OTHER_EXPERTS,
+            ),
         ),
         Feature(
             "A server that sleeps",

@@ -23,8 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from reinforge.config.engine import SERVERS, EngineConfig
 from reinforge.core.engine import Sampling
+from reinforge.core.routes import RoutedLayers
 from reinforge.engines.served.http import ServerClient
 
 # how long a server may take, in seconds
@@ -68,6 +71,8 @@ class ServerSetup:
     kv_gib: float | None = None
     seed: int = 0
     colocated: bool = True  # on the trainer's own device
+    # where a server tells which experts its tokens went to; never without `ServerFacts.routes`
+    routed: RoutedLayers | None = None
 
     @property
     def sleep_level(self) -> int:
@@ -113,6 +118,9 @@ class SampleOutput:
     # stop token or there are max_tokens of them. So a server that does not say why an answer ended
     # is always answered for with `abort`; only an end at a stop string must be told, as `stop`.
     reason: str
+    # [T, layers of the model, k] of prompt and answer, all but the last token: the experts that
+    # each went to. None: the server was not started to tell, or could not
+    routes: Tensor | None = None
 
 
 class Dialect(Protocol):

@@ -20,6 +20,7 @@ import torch
 from reinforge.config.engine import SERVERS
 from reinforge.core.engine import Completion, GenerationStats, Sampling
 from reinforge.core.errors import InputError
+from reinforge.core.routes import RoutedLayers
 from reinforge.core.sample import Stop
 from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
@@ -52,16 +53,28 @@ class SampleInProgress:
             seed = seed_of(key, self.index, at) if at else seed_of(key, self.index)
         return SampleRequest(prompt + self.done.tokens, seed, limit - at)
 
-    def take(self, output: SampleOutput, version: int, limit: int, stops: frozenset[int]) -> None:
-        self.done.tokens.extend(output.tokens)
-        self.done.logprobs.extend(output.logprobs)
-        self.done.versions.extend([version] * len(output.tokens))
+    def take(
+        self,
+        output: SampleOutput,
+        version: int,
+        limit: int,
+        stops: frozenset[int],
+        routed: RoutedLayers | None = None,
+    ) -> None:
+        """What was interrupted is read again with the rest: the newest routes are those of the
+        whole sample.
+        """
+        done = self.done
+        done.tokens.extend(output.tokens)
+        done.logprobs.extend(output.logprobs)
+        done.versions.extend([version] * len(output.tokens))
+        routes = None
+        if routed is not None and output.routes is not None:
+            routes = routed.of(output.routes)
         stopped = bool(output.tokens) and output.tokens[-1] in stops
         self.open = output.reason == "abort" and not stopped and len(self.done.tokens) < limit
-        if stopped or output.reason == "stop":
-            self.done = Completion(
-                self.done.tokens, self.done.logprobs, self.done.versions, Stop.EOS
-            )
+        stop = Stop.EOS if stopped or output.reason == "stop" else done.stop
+        self.done = Completion(done.tokens, done.logprobs, done.versions, stop, routes)
 
 
 class EventLoopState:
@@ -161,7 +174,7 @@ class ServedEngine:
                 requests = [d.request(prompt, key, limit, self.setup.cfg.seeded) for d in waiting]
                 outputs, version = await self._send(requests, params, stops)
                 for draft, output in zip(waiting, outputs, strict=True):
-                    draft.take(output, version, limit, stops)
+                    draft.take(output, version, limit, stops, self.setup.routed)
                     if draft.open and params.constraint is not None:
                         # a server begins a grammar at its beginning, never inside
                         drafts[draft.index] = SampleInProgress(draft.index)

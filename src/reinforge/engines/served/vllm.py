@@ -16,6 +16,7 @@ from typing import Any
 
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
+from reinforge.core.routes import from_json
 from reinforge.engines.served.dialect import (
     ASK,
     LOAD,
@@ -70,6 +71,14 @@ class Vllm:
             "middleware": f"{MODULE}.ControlMiddleware",
             "disable-uvicorn-access-log": True,
         }
+        if setup.routed is not None:
+            if setup.device != "cuda":
+                raise InputError(
+                    "vLLM tells which experts its tokens went to on a GPU only.",
+                    where="train.router_replay",
+                    fix="Set rollout.engine=native, or leave it out.",
+                )
+            args["enable-return-routed-experts"] = True
         if setup.device == "cuda":
             args |= {"gpu-memory-utilization": setup.cfg.memory} | (
                 {"enable-sleep-mode": True} if setup.sleep_level else {}
@@ -112,6 +121,12 @@ class Vllm:
                 where="engine.address",
                 fix=f"Start it with --dtype {setup.dtype}.",
             )
+        if setup.routed is not None and not facts["routes"]:
+            raise InputError(
+                f"{http.address} does not tell which experts its tokens went to.",
+                where="engine.address",
+                fix="Start it with --enable-return-routed-experts, or set train.router_replay=off.",
+            )
         return facts
 
     async def generate(
@@ -139,7 +154,10 @@ class Vllm:
         reply = await http.post("/reinforge/generate", {"items": items, "params": shared})
         return [
             SampleOutput(
-                unpacked("q", item["tokens"]), unpacked("f", item["logprobs"]), item["reason"]
+                unpacked("q", item["tokens"]),
+                unpacked("f", item["logprobs"]),
+                item["reason"],
+                from_json(item.get("routes")),
             )
             for item in reply["items"]
         ]

@@ -31,6 +31,23 @@ def packed(code: str, values: Any) -> str:
     return base64.b64encode(array.array(code, values).tobytes()).decode()
 
 
+def routes_of(done: Any) -> list[Any] | None:
+    """Shape, kind and bytes of the experts that the tokens of an answer and its prompt went to:
+    [T, layers, k].
+    """
+    found = getattr(done, "routed_experts", None)
+    if found is None:
+        return None
+    found = found.astype("<i2")
+    return [list(found.shape), "<i2", base64.b64encode(found.tobytes()).decode()]
+
+
+def tells_routes(config: Any) -> bool:
+    """Whether the server was started with --enable-return-routed-experts."""
+    holders = (getattr(config, "aux_output_config", None), config.model_config)
+    return any(bool(getattr(h, "enable_return_routed_experts", False)) for h in holders)
+
+
 class ControlMiddleware:
     """ASGI middleware around vLLM's own application: it answers the paths below /reinforge and asks
     for the key. vLLM makes it (`--middleware`).
@@ -153,6 +170,7 @@ class ControlMiddleware:
             "tokens": packed("q", tokens),
             "logprobs": packed("f", logprobs),
             "reason": done.finish_reason or "abort",
+            "routes": routes_of(done),
         }
 
     async def do_score(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
@@ -222,6 +240,7 @@ class ControlMiddleware:
                 )
             ),
             "context": config.model_config.max_model_len,
+            "routes": tells_routes(config),
             **(await self.do_call(engine, {"method": "facts"}))["results"][0],
         }
 
