@@ -31,7 +31,7 @@ from reinforge.data.disk_rows import DiskRows, select
 from reinforge.loops.view import ViewLike
 from reinforge.models import rope
 from reinforge.models.load import check_architecture, load_config, load_tokenizer
-from reinforge.models.mixers import kernel_note
+from reinforge.models.mixers import kernel_choice, kernel_note
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.execution import note_unfindable
 from reinforge.rewards.function import FunctionReward
@@ -121,7 +121,7 @@ def read_inputs(
     rope.check(model_config, cfg.data.max_length)
     if note := rope.note(model_config):
         view.message(f"model: {note}")
-    if note := kernel_note(model_config, device):
+    if note := kernel_note(model_config, device) or kernel_choice(model_config, device):
         view.message(f"model: {note}")
     if cfg.rollout.prefix_cache and architectures.keeps_state(model_config.to_dict()):
         view.message(f"rollout.prefix_cache: {architectures.PREFIXES}")

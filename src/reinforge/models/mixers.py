@@ -26,7 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from reinforge.models.recurrences import GatedDelta, SelectiveScan, StateSpace
+from reinforge.models.attention import HAS_TRITON
+from reinforge.models.delta_rule import LARGEST_KEY
+from reinforge.models.recurrences import GatedDelta, SelectiveScan, StateSpace, library_trains
 from reinforge.models.state import StateFlow, StateKey
 
 Primitive = Callable[..., Any]
@@ -258,6 +260,8 @@ SLOW = (
     "its gated delta nets run as plain torch, which is slow on a GPU; with `pip install"
     " flash-linear-attention` they take the kernels of that library"
 )
+OURS = "its gated delta nets train by kernels of reinforge"
+THEIRS = "its gated delta nets train by the kernels of flash-linear-attention"
 
 
 def replace_mixers(module: nn.Module) -> int:
@@ -304,13 +308,32 @@ def _true_of_ours(record: logging.LogRecord) -> bool:
 
 def kernel_note(config: Any, device: str) -> str | None:
     """What would make a model faster that keeps state; None: nothing is known."""
-    delta = getattr(config, "linear_num_value_heads", None) or getattr(
-        config, "linear_num_heads", None
-    )
-    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    if not delta or not on_gpu or importlib.util.find_spec("fla") is not None:
+    if not _has_delta(config, device) or importlib.util.find_spec("fla") is not None:
         return None
-    return SLOW
+    return None if _fits_ours(config) else SLOW
+
+
+def kernel_choice(config: Any, device: str) -> str | None:
+    """Which kernels train the gated delta nets of a model; None: it has none, or no GPU."""
+    if not _has_delta(config, device):
+        return None
+    if library_trains():
+        return THEIRS
+    return OURS if _fits_ours(config) else None
+
+
+def _has_delta(config: Any, device: str) -> bool:
+    names = ("linear_num_value_heads", "linear_num_heads")
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    return on_gpu and any(getattr(config, name, None) for name in names)
+
+
+def _fits_ours(config: Any) -> bool:
+    """Whether `models.delta_rule` has kernels for it. Kimi's rule, which counts its heads by
+    another name, has a decay for every number of a key.
+    """
+    size = getattr(config, "linear_key_head_dim", None)
+    return HAS_TRITON and isinstance(size, int) and size <= LARGEST_KEY
 
 
 def holds_mixer(module: nn.Module) -> bool:

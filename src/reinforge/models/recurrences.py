@@ -3,7 +3,8 @@
 
 The gated delta rule is computed by transformers' own functions, chunk by chunk for several tokens
 and token by token for one; transformers takes the kernels of `flash-linear-attention` in their
-place where that is installed. The two of Mamba are written here: transformers' own hold a number
+place where that is installed. Where it is not, or has no backward, a GPU takes the kernels of
+`models.delta_rule`. The two of Mamba are written here: transformers' own hold a number
 for every pair of tokens, head and state, or do not begin with a state.
 
 Legend: S segments, L their padded length, H heads, D size of a key, V size of a value; of Mamba P
@@ -27,7 +28,15 @@ from torch import Tensor
 from reinforge.core.state_facts import CHUNK
 from reinforge.models.attention import HAS_TRITON
 from reinforge.models.decoding import is_decoding
+from reinforge.models.delta_rule import (
+    LARGEST_KEY,
+    SegmentTable,
+    chunked,
+    proven,
+    token_by_token,
+)
 from reinforge.models.exact import RowWiseMode
+from reinforge.models.state import StateShape
 
 
 def _quiet(x: Tensor, real: Tensor | None) -> Tensor:
@@ -60,16 +69,14 @@ class GatedDelta:
             return self._one_by_one(query, key, value, decay, beta, state)
         if is_decoding() and _has_kernel(query, decay):
             return self._scan(query, key, value, decay, beta, state)
+        if _takes_ours(query, value, decay, self.normed):
+            return self._in_tile(query, key, value, decay, beta, state)
         # the kernel for single tokens has no gradient
         single = query.shape[1] == 1 and not torch.is_grad_enabled()
         rule = self.by_token if single else self.by_chunk
         sizes = {}
-        trains = torch.is_grad_enabled()
-        if (
-            query.dtype == torch.float32
-            or query.device.type == "cpu"
-            or (trains and not kernels_train())
-        ):
+        theirs = query.is_cuda and query.dtype != torch.float32
+        if not theirs or (torch.is_grad_enabled() and not kernels_train()):
             rule = inspect.unwrap(rule)
             sizes = {} if single else {"chunk_size": min(CHUNK, query.shape[1])}
         out, final = rule(
@@ -84,6 +91,33 @@ class GatedDelta:
             **sizes,
         )
         return out, final
+
+    def in_pack(
+        self, parts: Sequence[Tensor], table: Callable[[], SegmentTable]
+    ) -> tuple[Tensor, StateShape] | None:
+        query, _, value, decay, _ = parts
+        if RowWiseMode.active() or is_decoding():
+            return None
+        if not _takes_ours(query, value, decay[:, None], self.normed):
+            return None
+        out, _ = chunked(parts, table(), None, self.normed)
+        return out, ((*query.shape[1:], value.shape[-1]), torch.float32)
+
+    def _in_tile(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        state: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """By the kernels with a gradient."""
+        rows, length = query.shape[:2]
+        table = SegmentTable.of_tile(rows, length, state is not None, query.device)
+        parts = [x.flatten(0, 1) for x in (query, key, value, decay, beta)]
+        out, final = chunked(parts, table, state, self.normed)
+        return out.unflatten(0, (rows, length)), final
 
     def in_place(self, parts: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor | None:
         if not _has_kernel(parts[0], parts[3][:, None]):
@@ -128,26 +162,24 @@ class GatedDelta:
         if _has_kernel(query, decay):
             out, final = _ExactDelta.apply(self, query, key, value, decay, beta, state)
             return out, final
-        dtype = value.dtype
-        query, key, value, decay, beta = (x.float() for x in (query, key, value, decay, beta))
-        if self.normed:
-            query, key = (x * torch.rsqrt((x * x).sum(-1, True) + 1e-6) for x in (query, key))
-        query = query * query.shape[-1] ** -0.5
-        decay = decay.exp()
-        decay = decay[..., None, None] if decay.ndim == 3 else decay[..., None, :]
-        # values first, so that sums go over the last dimension
-        if state is None:
-            now = value.new_zeros(*value.shape[:1], *value.shape[2:], key.shape[-1])
-        else:
-            now = state.float().transpose(-1, -2)
-        outs = []
-        for t in range(query.shape[1]):
-            now = now * decay[:, t]
-            known = (now * key[:, t, :, None]).sum(-1)
-            change = (value[:, t] - known) * beta[:, t, :, None]
-            now = now + change[..., None] * key[:, t, :, None]
-            outs.append((now * query[:, t, :, None]).sum(-1))
-        return torch.stack(outs, 1).to(dtype), now.transpose(-1, -2)
+        return token_by_token((query, key, value, decay, beta), state, self.normed)
+
+
+def _takes_ours(query: Tensor, value: Tensor, decay: Tensor, normed: bool) -> bool:
+    """Whether our kernels compute what has a gradient or is compared with what has one."""
+    if not _has_kernel(query, decay) or query.shape[-1] > LARGEST_KEY:
+        return False
+    if query.dtype not in (torch.bfloat16, torch.float16) or library_trains():
+        return False
+    return proven(query.shape[-1], value.shape[-1], query.dtype, normed, query.device)
+
+
+@cache
+def library_trains() -> bool:
+    """Whether flash-linear-attention is there and has a backward here. It is taken then: many have
+    run it, and nobody has compared its speed with that of our kernels yet.
+    """
+    return importlib.util.find_spec("fla") is not None and kernels_train()
 
 
 @cache
@@ -238,6 +270,11 @@ class StateSpace:
         out = (out + torch.stack(past, 1)).transpose(2, 3).flatten(1, 2)
         return out[:, :length], now
 
+    def in_pack(
+        self, parts: Sequence[Tensor], table: Callable[[], SegmentTable]
+    ) -> tuple[Tensor, StateShape] | None:
+        return None
+
     def in_place(self, parts: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor | None:
         return None
 
@@ -264,6 +301,11 @@ class SelectiveScan:
             now = (dt[:, i, :, None] * A).exp() * now + added
             outs.append((now @ C[:, i, :, None])[..., 0])
         return torch.stack(outs, 1), now
+
+    def in_pack(
+        self, parts: Sequence[Tensor], table: Callable[[], SegmentTable]
+    ) -> tuple[Tensor, StateShape] | None:
+        return None
 
     def in_place(self, parts: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor | None:
         return None

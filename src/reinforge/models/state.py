@@ -15,7 +15,7 @@ convolution.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from reinforge.core.arrays import ints, to_device
 from reinforge.models.attention import HAS_TRITON, tile_runs
+from reinforge.models.delta_rule import SegmentTable
 from reinforge.models.exact import RowWiseMode
 
 StateKey = tuple[int, int, int]  # the layer, the mixer in it, and which of its states
@@ -40,6 +41,14 @@ class Recurrence(Protocol):
         """Of parts [S, L, ...] the outputs [S, L, ...] and the states [S, ...] at the end. `real`
         [S, L]: which places are tokens, those of a segment first; None: all. `state`: at the
         beginning; None: nothing was there.
+        """
+        ...
+
+    def in_pack(
+        self, parts: Sequence[Tensor], table: Callable[[], SegmentTable]
+    ) -> tuple[Tensor, StateShape] | None:
+        """Of parts [N, ...] of segments that lie end to end the outputs [N, ...], and what one
+        state is. None: there is no kernel for it.
         """
         ...
 
@@ -193,6 +202,7 @@ class PackedStates:
     _waves: list[_Wave] = field(default_factory=list)
     _parents: Tensor | None = None  # [S2] of the second wave: which of the first wave it continues
     _order: Tensor | None = None  # [N] of what the waves gave; None: as it lies
+    _table: SegmentTable | None = None  # the segments as kernels read them
 
     def convolve(self, key: StateKey, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         taps = weight.shape[1]
@@ -214,7 +224,16 @@ class PackedStates:
             before.append([nothing] * (count - len(known)) + known)
         return before
 
+    def table(self) -> SegmentTable:
+        if self._table is None:
+            self._table = SegmentTable.of_pack(self.lengths, self.prefix, self.device)
+        return self._table
+
     def scan(self, key: StateKey, rule: Recurrence, parts: Sequence[Tensor]) -> Tensor:
+        done = rule.in_pack(parts, self.table)
+        if done is not None:
+            out, self.shapes[key] = done
+            return out
         if not self._waves:
             self._plan()
         out, final = self._waves[0].run(rule, parts, None)

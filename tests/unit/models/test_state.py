@@ -233,12 +233,25 @@ def test_what_would_make_gated_delta_nets_faster_on_a_gpu_is_told_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     delta = make_config("qwen3_5")
+    mamba = make_config("granite_hybrid")
     monkeypatch.setattr(mixers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(mixers, "library_trains", lambda: False)
+    monkeypatch.setattr(mixers, "HAS_TRITON", False)
     assert "flash-linear-attention" in (mixers.kernel_note(delta, "cuda:1") or "")
+    assert mixers.kernel_choice(delta, "cuda:1") is None
     assert mixers.kernel_note(delta, "cpu") is None
-    assert mixers.kernel_note(make_config("granite_hybrid"), "cuda") is None, "it is a Mamba"
+    assert mixers.kernel_note(mamba, "cuda") is None, "it is a Mamba"
+    monkeypatch.setattr(mixers, "HAS_TRITON", True)
+    assert mixers.kernel_note(delta, "cuda") is None
+    assert mixers.kernel_choice(delta, "cuda") == mixers.OURS
+    assert mixers.kernel_choice(delta, "cpu") is None
+    assert mixers.kernel_choice(mamba, "cuda") is None
+    delta.linear_key_head_dim = 256
+    assert mixers.kernel_note(delta, "cuda") == mixers.SLOW
     monkeypatch.setattr(mixers.importlib.util, "find_spec", lambda name: name == "fla")
     assert mixers.kernel_note(delta, "cuda") is None
+    monkeypatch.setattr(mixers, "library_trains", lambda: True)
+    assert mixers.kernel_choice(delta, "cuda") == mixers.THEIRS
 
 
 # ---- the flow of states ----
