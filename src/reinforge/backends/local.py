@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from reinforge.backends.compact import CompactOptimizer
 from reinforge.backends.ema import WeightAverage
 from reinforge.backends.experts import TrainedExperts
 from reinforge.backends.microbatch import (
@@ -109,15 +110,16 @@ class LocalBackend:
         self.teachers = None
 
     def facts(self) -> ModelFacts:
-        return facts_of(self.model, offload=self.cfg.optimizer.offload)
+        return facts_of(self.model, optimizer=self.cfg.optimizer)
 
     def _budget(self, reference: bool, paired: bool) -> int:
         return auto_budget(
-            self.model, offload=self.cfg.optimizer.offload, reference=reference, paired=paired
+            self.model, optimizer=self.cfg.optimizer, reference=reference, paired=paired
         )
 
     def _optimizer(self) -> MasterOptimizer:
-        return MasterOptimizer(self.model.module, self.cfg.optimizer)
+        kind = CompactOptimizer if self.cfg.optimizer.compact else MasterOptimizer
+        return kind(self.model.module, self.cfg.optimizer)
 
     def _reference(self, model: CausalModel, kind: ReferenceConfig) -> ReferencePolicy:
         return ReferencePolicy(model, self.optimizer, kind)

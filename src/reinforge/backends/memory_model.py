@@ -32,6 +32,8 @@ SHARE = 0.85
 # bytes of a number in NF4 with double quantisation: half a byte, one for every 64 numbers, and four
 # for every 256 of those
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
+# bytes that a split master has beside the weight: 16 bits, and one for ties
+SPLIT = 2 + 1 / 8
 # tokens per micro-batch; past FAR_ENOUGH more is not faster
 CPU_BUDGET = 4096
 LEAST = 1024
@@ -47,20 +49,41 @@ def weight_bytes(f: ModelFacts) -> int:
 
 
 def optimizer_bytes(f: ModelFacts) -> int:
-    """Two moments, and the masters. On the device nothing of it with offload."""
-    return moment_bytes(f) + (f.learning() * FLOAT if f.masters and not f.offload else 0)
+    """What it keeps, and the masters. On the device nothing of it with offload."""
+    if f.offload:
+        return 0
+    master = SPLIT if f.split else FLOAT
+    return moment_bytes(f) + (int(f.learning() * master) if f.masters else 0)
 
 
 def moment_bytes(f: ModelFacts) -> int:
-    """What AdamW makes in its first step."""
-    return 0 if f.offload else 2 * f.learning() * FLOAT
+    """What the optimizer makes in its first step; of one that is not known as much as AdamW."""
+    n = f.learning()
+    if f.offload:
+        return 0
+    if f.optimizer == "adamw_8bit":
+        return int(n * (2 + 2 * FLOAT / 256))
+    if f.optimizer == "lion":
+        return FLOAT * n
+    if f.optimizer == "muon":  # of the matrices of layers one moment
+        return 2 * FLOAT * n - FLOAT * (n if f.rank is not None else min(n, f.body()))
+    if f.optimizer == "adafactor":  # a number for each row and each column
+        return FLOAT * (n // f.rank if f.rank is not None else _sides(f))
+    return 2 * FLOAT * n
+
+
+def _sides(f: ModelFacts) -> int:
+    """Rows and columns of all matrices."""
+    ends = (1 if f.tied else 2) * (f.vocab + f.hidden)
+    return f.layers * sum((a + b) * n for a, b, n in f.linears().values()) + ends
 
 
 def gradient_bytes(f: ModelFacts) -> int:
-    """Sums in float32, and the largest gradient as it comes out of the backward, before it is added
-    (the embedding's).
+    """Sums, and the largest gradient as it comes out of the backward, before it is added (the
+    embedding's).
     """
-    return f.learning() * FLOAT + (f.vocab * f.hidden * f.itemsize if f.masters else 0)
+    each = f.itemsize if f.narrow and f.masters else FLOAT
+    return f.learning() * each + (f.vocab * f.hidden * f.itemsize if f.masters else 0)
 
 
 def critic_bytes(f: ModelFacts) -> int:

@@ -14,6 +14,7 @@ from reinforge.backends.memory_model import (
     optimizer_bytes,
 )
 from reinforge.backends.teachers import Teachers, divergence_to
+from reinforge.config.optimizer import OptimizerConfig
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.kv_pool import KEEP
@@ -135,8 +136,10 @@ def _wide(part: Tensor | Extreme | Metric) -> Tensor:
     return tensor_of(part).detach().double()
 
 
-def facts_of(model: PackedModel, *, offload: bool = False) -> ModelFacts:
-    """What the memory model wants to know, counted on the model itself."""
+def facts_of(model: PackedModel, *, optimizer: OptimizerConfig | None = None) -> ModelFacts:
+    """What the memory model wants to know, counted on the model itself. `optimizer`: other than the
+    usual one.
+    """
     adapted = is_adapted(model.module)
     plain = ModelFacts.of(model.config)
     counted = count_weights(model.module, experts=plain.experts, active=plain.active)
@@ -144,7 +147,6 @@ def facts_of(model: PackedModel, *, offload: bool = False) -> ModelFacts:
         model.config,
         itemsize=model.dtype.itemsize,
         rank=_rank(model) if adapted else None,
-        offload=offload,
         weights=counted.base,
         trained=counted.trained,
         matrices=counted.matrices,
@@ -154,6 +156,7 @@ def facts_of(model: PackedModel, *, offload: bool = False) -> ModelFacts:
         compiled=any(
             getattr(part, "_compiled_call_impl", None) is not None for part in model.trunk.modules()
         ),
+        **(optimizer or OptimizerConfig()).facts(),
     )
 
 
@@ -162,7 +165,11 @@ def _rank(model: PackedModel) -> int:
 
 
 def auto_budget(
-    model: PackedModel, *, offload: bool = False, reference: bool = False, paired: bool = False
+    model: PackedModel,
+    *,
+    optimizer: OptimizerConfig | None = None,
+    reference: bool = False,
+    paired: bool = False,
 ) -> int:
     """Packed tokens per micro-batch: what the memory model says fits into what is free on a GPU
     before the optimizer is made (`KEEP` of the device may stay with the engine's cache, and a model
@@ -171,7 +178,7 @@ def auto_budget(
     memory = device_memory(model.device)
     if memory is None:
         return CPU_BUDGET
-    facts = facts_of(model, offload=offload)
+    facts = facts_of(model, optimizer=optimizer)
     others = optimizer_bytes(facts) + gradient_bytes(facts) if paired else 0
     reserved = int(KEEP * memory.whole) + others
     return budget(facts, memory.free, reference=reference, reserved=reserved)

@@ -8,6 +8,7 @@ layer.weight/k:number     a number of it, which torch's own optimizers do not ha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -93,11 +94,17 @@ def _loaded(update: Optimizer, weight: Tensor, key: str, value: Tensor) -> Tenso
 
 def _check(update: Optimizer, name: str, keys: Sequence[str]) -> None:
     known = KEPT.get(type(update))
-    if known is None or frozenset(keys) in known:
-        return
+    if known is not None and frozenset(keys) not in known:
+        refuse_other(type(update).__name__, name, keys, known)
+
+
+def refuse_other(
+    update: str, name: str, keys: Sequence[str], known: Sequence[frozenset[str]]
+) -> NoReturn:
+    """What is saved of a parameter is the state of another optimizer."""
     raise InputError(
-        f"the checkpoint holds {', '.join(sorted(keys))} of {name}, and {type(update).__name__}"
-        f" keeps {' or '.join(', '.join(sorted(one)) for one in known)}.",
+        f"the checkpoint holds {', '.join(sorted(keys))} of {name}, and {update} keeps"
+        f" {' or '.join(', '.join(sorted(one)) for one in known)}.",
         where=NAME,
         fix=(
             "Go on with the optimizer that the run was made with, or begin a new run with its model"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from reinforge.config.optimizer import OptimizerConfig
+from reinforge.config.optimizer import LION_BETAS, OptimizerConfig
 from reinforge.core.errors import InputError
 from reinforge.core.user_files import load_attribute
 from reinforge.models.freezing import matches
@@ -29,7 +29,7 @@ class Lion(Optimizer):
         m <- beta2 m + (1 - beta2) g
     """
 
-    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)):
+    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = LION_BETAS):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": 0.0})
 
     @torch.no_grad()

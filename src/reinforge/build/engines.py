@@ -59,7 +59,7 @@ def device_share(inputs: ModelInputs, model: CausalModel, ranks: int = 1) -> Dev
     engines = 2 if opposed(cfg) else 1
     if not inputs.trains:
         return DeviceShare(engines=engines)
-    moments = moment_bytes(facts_of(model, offload=cfg.train.optimizer.offload))
+    moments = moment_bytes(facts_of(model, optimizer=cfg.train.optimizer))
     models = 1 if cfg.critic is None or cfg.critic.shared else 2
     return DeviceShare(models * moments // ranks, engines)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,14 +12,18 @@ from reinforge.config.base import Fraction, NonNegative, Positive, Section
 # what each takes under `options`, beside the keys of the section
 OPTIONS: dict[str, tuple[str, ...]] = {
     "adamw": (),
+    "adamw_8bit": (),
     "muon": ("momentum", "nesterov", "ns_steps", "adjust_lr_fn"),
     "lion": ("betas",),
     "adafactor": ("beta2_decay", "d"),
 }
 # which of them read `betas` and `eps`
-MOMENTS = ("adamw", "muon")
+MOMENTS = ("adamw", "adamw_8bit", "muon")
+# of them, those that update every number by itself
+ELEMENTWISE = ("adamw", "adamw_8bit", "lion")
 USUAL_BETAS = (0.9, 0.999)
 USUAL_EPS = 1e-8
+LION_BETAS = (0.9, 0.99)
 
 
 class ParameterGroupConfig(Section):
@@ -46,8 +50,9 @@ class OptimizerConfig(Section):
     name: str = Field(
         "adamw",
         description=(
-            "adamw; muon (matrices of layers by Muon, all else by AdamW), lion, adafactor; or a"
-            " torch optimizer of your own: `file.py:Class` or `package.module:Class`."
+            "adamw; adamw_8bit (its moments in 8 bits, by blocks of 256); muon (matrices of layers"
+            " by Muon, all else by AdamW), lion, adafactor; or a torch optimizer of your own:"
+            " `file.py:Class` or `package.module:Class`."
         ),
     )
     options: dict[str, Any] = Field(
@@ -78,6 +83,22 @@ class OptimizerConfig(Section):
             " is usual (2402.12354). Off by default."
         ),
     )
+    masters: Literal["float32", "split"] = Field(
+        "float32",
+        description=(
+            "How the float32 master of a bfloat16 weight is kept. float32: beside it, 4 bytes."
+            " split: as the weight and the bits that it lacks, 2.1 bytes; every bit of a run stays"
+            " as it is. adamw, adamw_8bit and lion."
+        ),
+    )
+    gradients: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description=(
+            "In what the gradients of bfloat16 weights are added up over micro-batches. bfloat16: 2"
+            " bytes a weight less, and one more rounding with every micro-batch. adamw, adamw_8bit"
+            " and lion."
+        ),
+    )
     offload: bool = Field(
         False,
         description=(
@@ -90,6 +111,21 @@ class OptimizerConfig(Section):
     def own(self) -> bool:
         """Whether it is not one of ours."""
         return self.name not in OPTIONS
+
+    @property
+    def compact(self) -> bool:
+        """Whether something of it is kept in fewer bytes than float32 has."""
+        narrow = self.masters == "split" or self.gradients == "bfloat16"
+        return narrow or self.name == "adamw_8bit"
+
+    def facts(self) -> dict[str, Any]:
+        """Those of `ModelFacts` that it decides."""
+        return {
+            "optimizer": self.name,
+            "offload": self.offload,
+            "split": self.masters == "split",
+            "narrow": self.gradients == "bfloat16",
+        }
 
     @field_validator("name")
     @classmethod
@@ -115,10 +151,17 @@ class OptimizerConfig(Section):
             raise ValueError(
                 "options: the rate is train.learning_rate, the decay train.optimizer.weight_decay"
             )
+        if self.compact and self.name not in ELEMENTWISE:
+            key = "masters" if self.masters == "split" else "gradients"
+            raise ValueError(
+                f"{key}: {self.name} needs whole tensors in float32; use {', '.join(ELEMENTWISE)}"
+            )
+        if self.compact and self.offload:
+            raise ValueError("offload: of what is kept in float32; leave one of them out")
         if self.name not in MOMENTS:
             for key, usual in (("betas", USUAL_BETAS), ("eps", USUAL_EPS)):
                 if getattr(self, key) != usual:
                     raise ValueError(
-                        f"{key}: read by {' and '.join(MOMENTS)} only; {self.name} has options"
+                        f"{key}: read by {', '.join(MOMENTS)} only; {self.name} has options"
                     )
         return self

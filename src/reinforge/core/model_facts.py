@@ -49,7 +49,10 @@ class ModelFacts:
     targets: tuple[str, ...] | None = None  # modules with an adapter; None: all linear ones
     checkpointing: bool = False
     compiled: bool = False
+    optimizer: str = "adamw"  # its name
     offload: bool = False  # masters and moments in host memory
+    split: bool = False  # masters are the weights and what they lack
+    narrow: bool = False  # gradients are added up in the weights' own precision
     gated: bool = True
     experts: int = 1
     active: int = 1  # experts per token

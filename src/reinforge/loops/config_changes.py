@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "rollout.on_reward_error",
     "model.device",
     "train.optimizer.offload",
+    "train.optimizer.masters",
     "train.backend",
     "train.ranks",
     "train.sequence_parallel",

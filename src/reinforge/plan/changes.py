@@ -89,6 +89,7 @@ def _candidates(cfg: Config, fits: bool) -> Iterator[dict[str, Any]]:
     yield {"model.gradient_checkpointing": not model.gradient_checkpointing}
     yield {"model.compile": not model.compile}
     yield {"train.optimizer.offload": not cfg.train.optimizer.offload}
+    yield {"train.optimizer.masters": "split"}
     if model.dtype == "float32":
         yield {"model.dtype": "bfloat16"}
     if cfg.train.tokens_per_microbatch != "auto":
@@ -105,6 +106,8 @@ def _candidates(cfg: Config, fits: bool) -> Iterator[dict[str, Any]]:
         yield {"critic.shared": True}
     if fits:
         return
+    compact = {"name": "adamw_8bit", "masters": "split", "gradients": "bfloat16"}
+    yield {f"train.optimizer.{key}": value for key, value in compact.items()}
     if cfg.adapter is None:
         yield {"adapter.rank": 16}
         yield {"adapter.kind": "qlora", "adapter.rank": 16}

@@ -62,7 +62,7 @@ def expected(
         rank=adapter.rank if adapter else None,
         checkpointing=cfg.model.gradient_checkpointing,
         compiled=cfg.model.compile and machine.kind == "cuda",
-        offload=cfg.train.optimizer.offload,
+        **cfg.train.optimizer.facts(),
     )
     return Expectation(cfg, facts, counts, machine, lengths)
 

@@ -78,6 +78,9 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "Optimizer in host memory": ("train.optimizer.offload=true",),
         "Lion": ("train.optimizer.name=lion",),
         "Muon, Adafactor, an optimizer of your own": ("train.optimizer.name=muon",),
+        "Moments in 8 bits, split masters, gradients in bfloat16": (
+            "train.optimizer.name=adamw_8bit",
+        ),
         "Weights with rates and decays of their own": (
             "train.optimizer.groups=[{match: ['*embed*'], rate: 0.1}]",
         ),
@@ -169,6 +172,7 @@ BROKEN: dict[str, list[Overrides]] = {
         ("algorithm.name=online_dpo", "adapter={dropout: 0.1}", "model.exact=true"),
         ("algorithm.name=online_dpo", "adapter={dropout: 0.1}", "model.compile=true"),
         ("train.freeze=[lm_head]", "adapter={kind: lora}"),
+        ("train.optimizer.masters=split", "adapter={kind: lora}"),
         ("train.optimizer.lora_plus=16.0",),
         (
             "algorithm.name=ppo",

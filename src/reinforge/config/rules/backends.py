@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reinforge.config.deepspeed import DeepSpeedConfig
-from reinforge.config.optimizer import OptimizerConfig
+from reinforge.config.optimizer import ELEMENTWISE, OptimizerConfig
 from reinforge.config.rules.facts import moving, opposed
 from reinforge.config.rules.table import YES, Cell, Column, Feature, No, Rule, Table, Yes
 from reinforge.config.sections import Sections
@@ -33,7 +33,7 @@ def _offloads_optimizer(config: Sections) -> bool:
 
 def _sees_matrices(config: Sections) -> bool:
     """Whether an optimizer needs whole tensors, as far as is known."""
-    return any(optimizer.name not in ("adamw", "lion") for optimizer in _optimizers(config))
+    return any(optimizer.name not in ELEMENTWISE for optimizer in _optimizers(config))
 
 
 def _critic_lora_plus(config: Sections) -> bool:
@@ -275,6 +275,12 @@ FEATURES = (
         _cells(local=YES, fsdp=WHOLE_MATRICES, deepspeed=ONLY_ADAMW, megatron=ONLY_ADAMW),
     ),
     Feature(
+        "Moments in 8 bits, split masters, gradients in bfloat16",
+        "train.optimizer",
+        lambda c: any(optimizer.compact for optimizer in _optimizers(c)),
+        _cells(local=YES, fsdp=ONE_PROCESS, deepspeed=ONE_PROCESS, megatron=ONE_PROCESS),
+    ),
+    Feature(
         "Weights with rates and decays of their own",
         "train.optimizer.groups",
         lambda c: any(optimizer.groups for optimizer in _optimizers(c)),
@@ -373,6 +379,12 @@ RULES = (
         lambda c: bool(c.train.freeze or c.train.only) and c.adapter is not None,
         "an adapter leaves all weights of the model as they are",
         "choose its layers with adapter.targets, or train without an adapter",
+    ),
+    Rule(
+        "train.optimizer.masters",
+        lambda c: c.train.optimizer.masters == "split" and c.adapter is not None,
+        "an adapter is float32 and its own master",
+        "leave it out, or train all weights",
     ),
     Rule(
         "train.optimizer.lora_plus",

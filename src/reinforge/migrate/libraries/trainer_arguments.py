@@ -18,10 +18,10 @@ from reinforge.migrate.source import Source
 DEVICES = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus")
 # how a name of transformers begins, and what it is here
 OPTIMIZERS = {
-    "adamw_torch_8bit": None,
-    "adamw_torch_4bit": None,
-    "adamw_8bit": None,
-    "adamw_bnb_8bit": None,
+    "adamw_torch_8bit": "adamw_8bit",
+    "adamw_torch_4bit": "adamw_8bit",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
     "adamw": "adamw",
     "lion": "lion",
     "adafactor": "adafactor",
@@ -115,12 +115,12 @@ def put_machine(draft: Draft, source: Source) -> None:
 
 
 def put_optimizer(draft: Draft) -> None:
-    """transformers' `optim`, less where its states are: paged is in host memory here."""
+    """transformers' `optim`. Paged is in host memory here, and 8 bits are small enough to stay."""
     asked = str(draft.get("optim", default="muon" if draft.get("use_muon") is True else ""))
-    if asked.startswith("paged"):
-        draft.put("train.optimizer.offload", True)
     plain = asked.removeprefix("paged_")
     name = next((ours for theirs, ours in OPTIMIZERS.items() if plain.startswith(theirs)), None)
+    if asked.startswith("paged") and name != "adamw_8bit":
+        draft.put("train.optimizer.offload", True)
     if not asked or name == "adamw":
         return
     on_ranks = draft.at("train.backend") in ("deepspeed", "fsdp")
@@ -128,7 +128,7 @@ def put_optimizer(draft: Draft) -> None:
         draft.tell("optim", "missing", says=f"{asked}: AdamW with float32 moments instead")
         return
     draft.put("train.optimizer.name", name)
-    if name == "muon":
+    if name in ("muon", "adamw_8bit"):
         return
     betas = draft.at("train.optimizer.betas")
     for key in ("betas", "eps"):
