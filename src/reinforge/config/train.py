@@ -17,6 +17,7 @@ from reinforge.config.base import (
 )
 from reinforge.config.deepspeed import DeepSpeedConfig
 from reinforge.config.optimizer import OptimizerConfig
+from reinforge.config.profile import ProfileConfig
 
 # of a whole, and less than it
 Share = Annotated[FiniteFloat, Field(gt=0, lt=1)]
@@ -186,6 +187,14 @@ class TrainConfig(Section):
         description=(
             "Compute the prompt of a group once instead of once per sample. The gradient is the"
             " same."
+        ),
+    )
+
+    profile: ProfileConfig | None = Field(
+        None,
+        description=(
+            "Write a torch trace of some steps and a table of what took the time into the folder"
+            " profile of the run. Those steps are slower. Off by default."
         ),
     )
 

@@ -39,6 +39,7 @@ MAY_CHANGE = (
     "model.device",
     "train.optimizer.offload",
     "train.optimizer.masters",
+    "train.profile.",
     "train.backend",
     "train.ranks",
     "train.sequence_parallel",

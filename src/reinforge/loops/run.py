@@ -37,6 +37,7 @@ from reinforge.loops.given_callbacks import Callbacks
 from reinforge.loops.open_step import RunStep
 from reinforge.loops.signals import Signals
 from reinforge.loops.step import TrainingStep
+from reinforge.loops.step_profile import StepProfile
 from reinforge.loops.troubles import BadSteps, ending_of, error_line, report_faults, report_troubles
 from reinforge.loops.view import NoView, ViewLike
 from reinforge.watch.doctor.doctor import Doctor, with_samples
@@ -120,6 +121,7 @@ class Run:
         self.last: Metrics = {}  # newest metrics, for the result
         self.report: Path | None = None  # where it is, once the run has ended
         self.phases = PhaseTimer(peak=device_peak)
+        self.profile = StepProfile(cfg.train.profile, self.dir)
         self.bad_steps = BadSteps()
         self.doctor = Doctor(flatten(cfg.model_dump(mode="json")), cfg.run.doctor)
         self._halted: Trouble | None = None  # what the doctor ends the run for, after its step
@@ -239,6 +241,7 @@ class Run:
             self.view.message(f"this run is finished (step {self.step}{why}); nothing to do")
         self.callbacks.begin(self.control)
         await self._boundary()
+        self._profile_next()
 
     def going(self) -> bool:
         return self.step < self.total and self.stopped is None
@@ -345,7 +348,18 @@ class Run:
         """A part of a step, or of a boundary, whose time is measured."""
         what = self._doing.get(name, name)
         self.view.doing(f"step {self.step + 1}: {what}" if name in IN_A_STEP else what)
-        return self.phases(name)
+        return self.profile.named(name, self.phases(name))
+
+    def _profile_next(self) -> None:
+        if self.going():
+            self.profile.begin_step(self.step + 1)
+
+    def _tell_profile(self, trace: Path | None) -> None:
+        if trace is not None:
+            self.view.message(
+                f"profile: {trace} (ui.perfetto.dev and chrome://tracing open it), and a table"
+                " beside it"
+            )
 
     async def interruptible(self, work: Awaitable[T]) -> T:
         """Awaits `work`; SIGTERM cancels it.
@@ -371,6 +385,7 @@ class Run:
         `trace`: what the step did with its groups, where that is recorded (loops/trace.py).
         """
         self.step += 1
+        self._tell_profile(self.profile.end_step(self.step))
         crash_point("step:end")
         timing = self.phases.take()
         seconds = sum(v for k, v in timing.items() if k.startswith("time/"))
@@ -393,6 +408,7 @@ class Run:
         self.callbacks.step(self.control, opened)
         await self._boundary()
         await self._obey_doctor()
+        self._profile_next()
         await asyncio.sleep(0)
         if self.signals.received and self.going():
             raise self.terminated()
@@ -596,6 +612,7 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         try:
+            self._tell_profile(self.profile.write(self.step))
             if self.terminating:
                 self.recorder.event("signal", signal=self.terminating.name, step=self.step)
             if isinstance(error, Terminated) and self.checkpointer.unsaved(self.step):
