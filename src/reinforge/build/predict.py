@@ -38,6 +38,15 @@ def machine_at(device: str) -> Machine:
     return roofline.gpu(properties.name, properties.total_memory)
 
 
+def texts_together(cfg: Config) -> int:
+    """Texts of a row that no micro-batch separates: the two answers of a pair, else one."""
+    if cfg.algorithm.rl or cfg.algorithm.family not in ("preference", "reward"):
+        return 1
+    from reinforge.build.algorithm import algorithm_of
+
+    return algorithm_of(cfg.algorithm, cfg.rollout.max_new_tokens).loss.unit
+
+
 def needs_of(cfg: Config) -> frozenset[str]:
     """The streams that a run annotates, as far as its configuration tells."""
     a = cfg.algorithm
@@ -65,7 +74,8 @@ def predict(
     needs: frozenset[str] | None = None,
     devices: int = 1,
 ) -> dict[str, Any]:
-    """`lengths`: mean and longest prompt, or row where nothing is generated.
+    """`lengths`: mean and longest prompt, or row where nothing is generated (both answers of a
+    pair, which no micro-batch separates).
 
     Completions count with rollout.max_new_tokens: shorter ones take less. `budget`: tokens per
     micro-batch where they are known already.

@@ -42,7 +42,7 @@ def best_changes(plan: Expectation, shape: Any) -> list[Change]:
     saves most memory. Where it fits: what saves most time and still fits.
     """
     memory, seconds = _asked(plan)
-    fits = memory <= plan.usable_gib
+    fits = plan.fits
     counted = {_adapted(plan.cfg): plan.counts}
     found = []
     for settings in _candidates(plan.cfg, fits):
@@ -55,7 +55,7 @@ def best_changes(plan: Expectation, shape: Any) -> list[Change]:
         found.append(
             Change(
                 " ".join(f"{key}={_text(value)}" for key, value in settings.items()),
-                after[0] <= again.usable_gib,
+                again.fits,
                 *after,
                 (memory, seconds),
             )

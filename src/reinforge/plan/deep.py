@@ -15,7 +15,7 @@ from reinforge.data.chat import Renderer
 from reinforge.models.load import context_length, load_config, load_tokenizer
 from reinforge.plan import changes, room
 from reinforge.plan.dry_step import dry_step
-from reinforge.plan.prediction import Expectation, peak
+from reinforge.plan.prediction import CACHE_FIX, Expectation, no_cache, peak
 from reinforge.plan.preflight import PlanReport, tell_stage
 from reinforge.plan.proofs import Proof
 from reinforge.plan.template_proofs import template_proofs
@@ -104,8 +104,10 @@ def _memory(plan: Expectation, best: list[dict[str, Any]]) -> Proof:
         f"{phase} takes {most:.1f} of {plan.usable_gib:.1f} GiB that {plan.machine.name} can give"
         f" ({largest})"
     )
-    if most <= plan.usable_gib:
+    if plan.fits:
         return Proof("memory", True, said)
+    if most <= plan.usable_gib:
+        return Proof("memory", False, no_cache(prediction), "rollout.kv_gib", CACHE_FIX)
     fix = "Use a smaller model, or name a larger GPU with --gpu."
     if best and best[0]["fits"]:
         fix = f"With {best[0]['change']} it would take {best[0]['memory_gib'][1]:.1f} GiB."

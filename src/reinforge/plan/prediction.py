@@ -7,7 +7,7 @@ from typing import Any
 
 from reinforge.backends.memory_model import GIB
 from reinforge.backends.roofline import Machine
-from reinforge.build.predict import USABLE, machine_at, predict
+from reinforge.build.predict import USABLE, machine_at, predict, texts_together
 from reinforge.config.schema import Config
 from reinforge.core.model_facts import ModelFacts
 from reinforge.models.load import load_config
@@ -15,6 +15,8 @@ from reinforge.models.meta_model import count_on_meta
 from reinforge.models.weight_kinds import WeightCounts
 from reinforge.plan.options import PlanOptions, stated_gpu
 from reinforge.plan.preflight import PlanReport
+
+CACHE_FIX = "Raise it or leave it out, lower rollout.max_new_tokens, or use a larger GPU."
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Expectation:
     facts: ModelFacts
     counts: WeightCounts
     machine: Machine
-    lengths: tuple[float, int]  # mean and longest prompt, or row where nothing is generated
+    # mean and longest prompt, or row (both answers of a pair) where nothing is generated
+    lengths: tuple[float, int]
 
     def prediction(self) -> dict[str, Any]:
         return predict(self.cfg, self.facts, self.machine, self.lengths)
@@ -35,6 +38,14 @@ class Expectation:
     @property
     def usable_gib(self) -> float:
         return USABLE * self.machine.memory / GIB
+
+    @property
+    def fits(self) -> bool:
+        """What is taken is there, and the cache holds one sequence: the engine refuses to begin one
+        that it could not end.
+        """
+        found = self.prediction()
+        return peak(found)[1] <= self.usable_gib and holds_one(found)
 
 
 def expected(
@@ -82,13 +93,17 @@ def predict_plan(cfg: Config, report: PlanReport, options: PlanOptions) -> Expec
             "Set model.device=auto or cpu if the run is to be on this machine, or name the GPU with"
             " --gpu.",
         )
-    found = expected(cfg, machine, (counted["median"], min(counted["max"], counted["limit"])))
+    together = texts_together(cfg)
+    longest = min(counted["max"], counted["limit"])
+    found = expected(cfg, machine, (together * counted["median"], together * longest))
     prediction = found.prediction()
     report.summary["weights"] = found.counts.kinds
     report.summary["prediction"] = prediction
     phase, most = peak(prediction)
-    if most > found.usable_gib and not options.deep:  # which proves it, and says what would help
-        note = report.refuse if options.gpu else report.warn
+    note = report.refuse if options.gpu else report.warn
+    if options.deep:  # which proves it, and says what would help
+        return found
+    if most > found.usable_gib:
         note(
             "memory",
             f"{phase} is expected to take {most:.1f} GiB, and {machine.name} has"
@@ -96,7 +111,21 @@ def predict_plan(cfg: Config, report: PlanReport, options: PlanOptions) -> Expec
             "Train an adapter (adapter.rank=16), set model.gradient_checkpointing=true or"
             " train.optimizer.offload=true, or use a smaller model.",
         )
+    elif not holds_one(prediction):
+        note("rollout.kv_gib", no_cache(prediction), CACHE_FIX)
     return found
+
+
+def holds_one(prediction: dict[str, Any]) -> bool:
+    """Whether the engine's cache has room for one sequence of full length."""
+    cache = prediction.get("kv_cache")
+    return cache is None or bool(cache["tokens"] >= cache["longest"])
+
+
+def no_cache(prediction: dict[str, Any]) -> str:
+    """What is said where it has not."""
+    cache = prediction["kv_cache"]
+    return f"the cache holds {cache['tokens']:,} tokens, and a sequence has {cache['longest']:,}."
 
 
 def peak(prediction: dict[str, Any]) -> tuple[str, float]:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from reinforge.plan.prediction import Expectation, peak
+from reinforge.build.predict import texts_together
+from reinforge.plan.prediction import Expectation
 
 MOST_TOKENS = 1 << 20
 
@@ -23,14 +24,15 @@ def room(plan: Expectation, context: int) -> dict[str, int]:
         if cache is not None:
             found["sequences_at_once"] = int(cache["tokens"]) // int(cache["longest"])
     else:
+        together = texts_together(plan.cfg)
         found["row_tokens"] = _largest(
-            lambda n: _fits(replace(plan, lengths=(plan.lengths[0], n))), context
+            lambda n: _fits(replace(plan, lengths=(plan.lengths[0], together * n))), context
         )
     return found
 
 
 def _fits(plan: Expectation) -> bool:
-    return peak(plan.prediction())[1] <= plan.usable_gib
+    return plan.fits
 
 
 def _with_microbatch(plan: Expectation, tokens: int) -> Expectation:
@@ -70,7 +72,6 @@ def told(found: dict[str, Any], plan: Expectation) -> str:
             " once"
         )
     if "row_tokens" in found:
-        said.append(
-            f"rows of up to {found['row_tokens']:,} tokens (the longest has {plan.lengths[1]:,})"
-        )
+        longest = plan.lengths[1] // texts_together(plan.cfg)
+        said.append(f"rows of up to {found['row_tokens']:,} tokens (the longest has {longest:,})")
     return ", ".join(said)

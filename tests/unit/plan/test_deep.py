@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from reinforge.backends.memory_model import GIB
-from reinforge.build.predict import predict
+from reinforge.build.predict import predict, texts_together
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
@@ -316,6 +316,51 @@ def test_what_fits_is_the_last_that_does(model: Path, folder: Path, gpu: str) ->
     wide = {"prompts_per_step": 10**6}
     assert takes(train={"tokens_per_microbatch": tokens, **wide}) <= plan.usable_gib
     assert takes(train={"tokens_per_microbatch": tokens + 1, **wide}) > plan.usable_gib
+
+
+def pairs() -> str:
+    rows = [
+        {"prompt": f"What is {i} + 1?", "chosen": f"It is {i + 1}.", "rejected": "No."}
+        for i in range(10, 22)
+    ]
+    return write("pairs.jsonl", rows)
+
+
+@pytest.mark.parametrize("name", ["dpo", "bradley_terry"])
+def test_both_answers_of_a_pair_are_counted(model: Path, folder: Path, name: str) -> None:
+    """No micro-batch separates them. What a row may have is told for one of them."""
+    base = {"model": {"path": str(model)}, "algorithm": {"name": name}, "data": {"source": pairs()}}
+    cfg = make(base, {})
+    report = run_checks(cfg, PlanOptions(gpu="24"))
+    assert report.ok, report.errors
+    of_one = report.summary["row_tokens"]["median"]
+    assert report.summary["prediction"]["assumed"]["prompt_tokens"] == 2 * of_one
+    plan = expected(cfg, stated_gpu("24"), (512, 1024), shape())
+    one = replace(plan, cfg=sft(model))
+    assert room(plan, 40960)["row_tokens"] * 2 <= room(one, 40960)["row_tokens"]
+
+
+def test_judged_answers_are_no_pairs(model: Path, folder: Path) -> None:
+    base = {"model": {"path": str(model)}, "data": {"source": pairs()}}
+    assert texts_together(make({**base, "algorithm": {"name": "kto"}}, {})) == 1
+    assert texts_together(make({**base, "algorithm": {"name": "ipo"}}, {})) == 2
+
+
+def test_a_cache_that_holds_no_sequence_does_not_fit(model: Path, folder: Path) -> None:
+    """The engine would refuse the first prompt, though memory is not full."""
+    long = make_tiny_model(folder / "long", width=32, layers=1, heads=2, context=2048, chat=True)
+    small = grpo(long, rollout={"max_new_tokens": 1900, "kv_gib": 1e-4})
+    found = run_checks(small, PlanOptions(gpu="24"))
+    cache = found.summary["prediction"]["kv_cache"]
+    assert 8 * 64 <= cache["tokens"] < cache["longest"]
+    said = f"the cache holds {cache['tokens']:,} tokens, and a sequence has {cache['longest']:,}"
+    assert [error.startswith(f"rollout.kv_gib: {said}") for error in found.errors] == [True]
+    deep = run_checks(small, PlanOptions(deep=True, gpu="24"))
+    assert not proofs(deep)["memory"]["ok"]
+    assert said in proofs(deep)["memory"]["said"]
+    assert deep.summary["deep"]["fits"]["new_tokens"] + 21 <= cache["tokens"] + 64
+    larger = grpo(long, rollout={"max_new_tokens": 1900, "kv_gib": 0.1})
+    assert run_checks(larger, PlanOptions(gpu="24")).ok
 
 
 @pytest.mark.parametrize("gpu", ["L4", "H200"])
