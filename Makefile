@@ -56,13 +56,14 @@ lint: env-test ## ruff and mypy only
 format: env-test ## let ruff rewrite the files
 	@$(PY) -m ruff check --fix-only -q . ; $(PY) -m ruff format .
 
-reference: env ## write docs/reference/ from the schema and the rules, and the tables of docs/algorithms/, docs/data.md, docs/models.md and docs/hardware.md
+reference: env ## write docs/reference/ from the schema and the rules, and the tables of docs/algorithms/, docs/data.md, docs/models.md, docs/hardware.md and docs/gallery.md
 	@$(PY) tools/gen_reference.py
 	@$(PY) tools/gen_algorithms.py
 	@$(PY) tools/gen_formats.py
 	@$(PY) tools/gen_models.py
 	@$(PY) tools/gen_migrate.py
 	@$(PY) tools/gen_hardware.py
+	@$(PY) tools/gen_gallery.py
 	@$(PY) tools/parity_table.py
 
 notebooks: env-test ## run notebooks/*.py and write what they show into notebooks/*.ipynb

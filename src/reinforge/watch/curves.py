@@ -1,4 +1,4 @@
-"""Small pictures of metrics over steps, for notebooks: SVG in an `img`.
+"""Small pictures of metrics over steps: SVG in an `img`, for notebooks, and by itself for pages.
 
 An `svg` element in the page itself is thrown away where a notebook is not trusted yet. A picture
 does not see the theme of the page, so its colours can be read on white and on black.
@@ -32,16 +32,30 @@ def curve_images(series: Mapping[str, Curve]) -> str:
 
 def curve_image(name: str, curve: Curve) -> str:
     """An `img` with the curve in it; nothing where no value is finite."""
-    points = thinned([(x, y) for x, y in curve if math.isfinite(y)])
-    if not points:
+    drawn = curve_svg(name, curve)
+    if not drawn:
         return ""
-    picture = base64.b64encode(_svg(name, points).encode()).decode()
-    (first, began), (last, newest) = points[0], points[-1]
-    said = f"{name}: {began:.4g} at step {first:.0f}, {newest:.4g} at step {last:.0f}"
+    picture = base64.b64encode(drawn.encode()).decode()
     return (
-        f'<img width="{WIDTH}" height="{HEIGHT}" alt="{escape(said)}"'
+        f'<img width="{WIDTH}" height="{HEIGHT}" alt="{escape(in_words(name, curve))}"'
         f' style="display:inline-block;margin:0 8px 0 0" src="data:image/svg+xml;base64,{picture}">'
     )
+
+
+def curve_svg(name: str, curve: Curve) -> str:
+    """The picture alone; nothing where no value is finite."""
+    points = _shown(curve)
+    return _svg(name, points) if points else ""
+
+
+def in_words(name: str, curve: Curve) -> str:
+    """Where the curve begins and ends."""
+    (first, began), *_, (last, newest) = [*_shown(curve)[:1], *_shown(curve)]
+    return f"{name}: {began:.4g} at step {first:.0f}, {newest:.4g} at step {last:.0f}"
+
+
+def _shown(curve: Curve) -> Curve:
+    return thinned([(x, y) for x, y in curve if math.isfinite(y)])
 
 
 def thinned(curve: Curve) -> Curve:
@@ -80,6 +94,7 @@ def _svg(name: str, points: Curve) -> str:
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
+        f' width="{WIDTH}" height="{HEIGHT}"'
         f' font-family="sans-serif" font-size="11" fill="{TEXT}">'
         f'<text x="{LEFT}" y="12">{escape(name)}</text>'
         f'<text x="{WIDTH - RIGHT}" y="12" text-anchor="end" font-weight="bold">'
