@@ -189,9 +189,9 @@ ENTRIES = {
     "opd": GalleryEntry(
         TEACHERS,
         "On-policy distillation",
-        "The teacher judges every token that the student samples.",
+        "The teacher (here the model after SFT) judges every token that the student samples.",
         "families/opd",
-        REWARD,
+        "policy/teacher_kl",
         needs=TEACHER,
     ),
     "game": GalleryEntry(
