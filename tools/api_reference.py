@@ -31,6 +31,7 @@ MADE_BY_CALLERS = {"Trainer"}  # of the classes: those whose arguments are of in
 # what the loops call
 HIDDEN = {("RunStep", "close"), ("RunStep", "on_update"), ("RunStep", "prepared")}
 WIDTH = 88  # of a signature on one line
+ARGUMENTS = 4  # of which a paragraph tells, from here on as a list
 HEAD = """\
 # Python
 
@@ -76,8 +77,19 @@ def _text(value: Any) -> str:
         if part.lstrip().startswith((">>>", "import ", "def ")):
             paragraphs.append(f"```pycon\n{part}\n```")
         else:
-            paragraphs.append(" ".join(part.split()))
+            paragraphs.append(_listed(" ".join(part.split()), value))
     return "\n\n".join(paragraphs)
+
+
+def _listed(paragraph: str, value: Any) -> str:
+    """A paragraph that goes through many arguments is a list, an argument a line."""
+    if not inspect.isfunction(value):
+        return paragraph
+    names = "|".join(inspect.signature(value).parameters)
+    told = re.split(rf"(?<=\.) (?=`(?:{names})`)", paragraph)
+    if len(told) < ARGUMENTS:
+        return paragraph
+    return "\n".join(f"- {sentences}" for sentences in told)
 
 
 def _code(name: str, value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -81,3 +82,9 @@ def test_every_command_is_on_the_page_of_commands() -> None:
     named = {word for cell in cells for word in re.findall(r"[a-z]+", cell)}
     assert set(ReinforgeCommands.entries) - named == set()
     assert {*RunsCommands.entries, "list", "show", "report", "why"} - named == set()
+
+
+def test_a_bar_in_the_code_of_a_table_has_no_backslash_on_the_site() -> None:
+    made = runpy.run_path(str(ROOT / "tools" / "site_hooks.py"))["on_page_markdown"]
+    text = "| `str \\| None` | a \\| b |\n\n`a \\| b` in a sentence\n"
+    assert made(text, page=None) == "| `str | None` | a \\| b |\n\n`a \\| b` in a sentence\n"
