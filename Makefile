@@ -81,7 +81,7 @@ release: env-test ## build the archive and the wheel into dist/, and run the dem
 	@$(PY) tools/release.py $(if $(TAG),--tag $(TAG)) $(ARGS)
 
 # The extras that live in one environment. gem, verifiers, openenv, vllm and sglang pin other versions of the same things.
-TOGETHER = tensorboard wandb mlflow trackio sweep gguf qlora serve structured tasks math lm-eval ray deepspeed megatron mcp textarena gymnasium docs test
+TOGETHER = tensorboard wandb mlflow trackio sweep gguf qlora serve ui structured tasks math lm-eval ray deepspeed megatron mcp textarena gymnasium docs test
 lock: env-test ## pin everything in constraints.txt anew (newer versions: delete their lines first)
 	@$(PY) -m pip install -q uv 2>/dev/null
 	@$(PY) -m uv pip compile pyproject.toml $(TOGETHER:%=--extra %) --universal --python-version 3.11 --no-header --no-annotate -q -o constraints.txt

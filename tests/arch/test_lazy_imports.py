@@ -14,7 +14,17 @@ from reinforge.cli.main import ReinforgeCommands
 from reinforge.cli.runs import RunsCommands
 
 # what takes seconds to import, or is an extra that need not be installed
-HEAVY = {"torch", "transformers", "triton", "ray", "starlette", "uvicorn", "lm_eval", "optuna"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "triton",
+    "ray",
+    "starlette",
+    "uvicorn",
+    "lm_eval",
+    "optuna",
+    "fastapi",
+}
 OTHER_REASONS = {
     "reinforge.envs.adapters.bridge_child": "a program that finds the package when it runs",
     "reinforge.envs.shipped": "a machine without the sandbox has every other tool",

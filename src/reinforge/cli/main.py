@@ -135,6 +135,10 @@ class ReinforgeCommands(LazyGroup):
             "reinforge.cli.runs:app",
             "Show, compare, diagnose and replay runs.",
         ),
+        "ui": CommandEntry(
+            "reinforge.cli.ui:ui",
+            "Open runs in a browser: watch, question, start and stop them.",
+        ),
         "check": CommandEntry(
             "reinforge.cli.check:app",
             "Prove that the pipeline can learn, and that rewards cannot be cheated; tell"

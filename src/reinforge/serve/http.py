@@ -78,9 +78,21 @@ class AccessGuard:
         if scope["type"] == "http":
             refused = self._refused(Request(scope))
             if refused is not None:
-                await error_response(refused)(scope, receive, send)
+                await self.refusal(refused)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
+
+    def refusal(self, error: ApiError) -> Response:
+        """How somebody is told that he may not."""
+        return error_response(error)
+
+    def given(self, request: Request) -> str:
+        """The key that was shown."""
+        return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+
+    def is_open(self, request: Request) -> bool:
+        """Whether it is answered without a key."""
+        return request.url.path == "/health"
 
     def _refused(self, request: Request) -> ApiError | None:
         host = request.headers.get("host", "")
@@ -93,9 +105,9 @@ class AccessGuard:
             return ApiError(
                 403, "this server does not answer other sites' pages", kind="permission_error"
             )
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        given = self.given(request)
         CALLER.set(given)
-        if self.api_key is not None and request.url.path != "/health" and not self._knows(given):
+        if self.api_key is not None and not self.is_open(request) and not self.knows(given):
             return ApiError(
                 401,
                 "the API key is missing or wrong",
@@ -104,7 +116,8 @@ class AccessGuard:
             )
         return None
 
-    def _knows(self, given: str) -> bool:
+    def knows(self, given: str) -> bool:
+        """Whether this is the key."""
         return (
             hmac.compare_digest(given.encode(), self.api_key.encode())
             if isinstance(self.api_key, str)
@@ -230,7 +243,7 @@ class Endpoints:
             self.inside += 1
             response: Response | None = None
             try:
-                body = await self._body(request)
+                body = await read_body(request, self.limits)
                 response = await unless_gone(request.receive, handler(body))
             except ClientDisconnect:
                 response = Response(status_code=499)  # nobody will see it
@@ -243,23 +256,25 @@ class Endpoints:
 
         return limited
 
-    async def _body(self, request: Request) -> bytes:
-        parts = bytearray()
-        try:
-            async with asyncio.timeout(self.limits.body_seconds):
-                async for part in request.stream():
-                    parts += part
-                    if len(parts) > self.limits.body:
-                        raise ApiError(
-                            413,
-                            f"the request has more than {self.limits.body} bytes",
-                            code="request_too_large",
-                        )
-        except TimeoutError:
-            raise ApiError(
-                408, f"the request did not arrive within {self.limits.body_seconds:g} s"
-            ) from None
-        return bytes(parts)
+
+async def read_body(request: Request, limits: ConnectionLimits) -> bytes:
+    """All of it, unless there is too much or it takes too long."""
+    parts = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in request.stream():
+                parts += part
+                if len(parts) > limits.body:
+                    raise ApiError(
+                        413,
+                        f"the request has more than {limits.body} bytes",
+                        code="request_too_large",
+                    )
+    except TimeoutError:
+        raise ApiError(
+            408, f"the request did not arrive within {limits.body_seconds:g} s"
+        ) from None
+    return bytes(parts)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

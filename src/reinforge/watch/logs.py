@@ -6,9 +6,15 @@ Nothing is trusted to be complete: a run may be writing it now, or was killed wh
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json
+
+CHUNK = 8 << 20  # bytes of a log that are read at once
+MARK = 64  # bytes before the place that was read to, by which a rewritten log is known
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -26,12 +32,75 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open("rb") as file:
         for line in file:
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
+            value = parse_line(line)
+            if value is not None:
                 yield value
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """A JSON object, or None where the line is none.
+
+    pydantic's parser takes a third of the time of Python's, but no lone surrogates.
+    """
+    try:
+        value = from_json(line)
+    except ValueError:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            return None
+    return value if isinstance(value, dict) else None
+
+
+class LogTail:
+    """A log that grows: reads each whole line once. Who watches a run keeps one for each of its
+    logs.
+
+    A resumed run cuts its logs back: where what was read last is not there any more, `restarted`
+    says so and everything comes again.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.offset = 0
+        self.restarted = False
+        self._mark = b""
+        self._inode = -1
+
+    def read(self) -> Iterator[tuple[int, bytes]]:
+        """(offset, line) of every line that was completed since the last call."""
+        self.restarted = False
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            self._begin_again(-1)
+            return
+        with file:
+            stat = os.fstat(file.fileno())
+            if not self._goes_on(file, stat):
+                self._begin_again(stat.st_ino)
+            file.seek(self.offset)
+            rest = b""
+            while chunk := file.read(CHUNK):
+                data = rest + chunk
+                *whole, rest = data.split(b"\n")
+                end = len(data) - len(rest)
+                self._mark = (self._mark + data[max(0, end - MARK) : end])[-MARK:]
+                for line in whole:
+                    yield self.offset, line
+                    self.offset += len(line) + 1
+
+    def _goes_on(self, file: Any, stat: os.stat_result) -> bool:
+        if stat.st_ino != self._inode or stat.st_size < self.offset:
+            return False
+        file.seek(self.offset - len(self._mark))
+        return bool(file.read(len(self._mark)) == self._mark)
+
+    def _begin_again(self, inode: int) -> None:
+        self.restarted = self.offset > 0
+        self.offset = 0
+        self._mark = b""
+        self._inode = inode
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.core.html import escape
+from reinforge.watch.columns import MetricColumns, Point, number
 from reinforge.watch.doctor.doctor import diagnosed
 from reinforge.watch.doctor.history import SCORED
 from reinforge.watch.runs import flatten, read_json, read_lines, show_run
@@ -51,9 +52,6 @@ SECTIONS = (
     ("Throughput", r"(tokens|tokens_per_second|efficiency|memory)\b"),
     ("Other", r""),
 )
-HIDDEN = re.compile(r"(share|time)/|eval/.*_(low|high)$|step$|time$")
-
-Point = list[float | None]  # [step, minutes, value], evaluations with low and high
 
 
 def write_report(run_dir: Path) -> Path:
@@ -161,54 +159,10 @@ def embed(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
 def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Point]]:
-    """Points of every metric.
-
-    A value that was not finite is a point without a value: a mark in the curve, not a gap in
-    silence.
-    """
-    series: dict[str, list[Point]] = {}
-    began: float | None = None
-    for line in lines:
-        step = number(line.get("step"))
-        at = number(line.get("time"))
-        if step is None or at is None:
-            continue
-        began = at if began is None else began
-        lost = line.get("nonfinite") or ()
-        for name, raw in line.items():
-            value = number(raw)
-            if HIDDEN.match(name) or (value is None and name not in lost):
-                continue
-            bounds = (
-                [number(line.get(f"{name}_low")), number(line.get(f"{name}_high"))]
-                if name.startswith("eval/")
-                else []
-            )
-            series.setdefault(name, []).append([step, round((at - began) / 60, 3), value, *bounds])
-    return {
-        name: points if name.startswith("eval/") else thin(points)
-        for name, points in series.items()
-    }
-
-
-def thin(points: list[Point]) -> list[Point]:
-    """At most POINTS points: means over equal bins; a bin with nothing finite stays without a
-    value.
-    """
-    size = -(-len(points) // POINTS)
-    if size <= 1:
-        return points
-    result: list[Point] = []
-    for i in range(0, len(points), size):
-        chunk = points[i : i + size]
-        values = [p[2] for p in chunk if p[2] is not None]
-        result.append([chunk[-1][0], chunk[-1][1], sum(values) / len(values) if values else None])
-    return result
+    """Points of every metric."""
+    columns = MetricColumns(lines)
+    return {name: columns.points(name, POINTS) for name in columns.names()}
 
 
 def sections(series: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
@@ -232,25 +186,30 @@ def first_curves(series: Mapping[str, Any]) -> list[str]:
 
 
 def phases(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """`phase_bars` of lines of metrics."""
+    timed = [line for line in lines if any(key.startswith("time/") for key in line)]
+    return phase_bars(MetricColumns({"time": 0.0, **line} for line in timed))
+
+
+def phase_bars(columns: MetricColumns) -> dict[str, Any]:
     """Seconds per step by phase, averaged over at most BARS bins: bars are [first step, last step,
     seconds of each phase].
     """
-    timed = [line for line in lines if any(key.startswith("time/") for key in line)]
-    # that is their sum
-    keys = dict.fromkeys(
-        key for line in timed for key in line if key.startswith("time/") and key != "time/step"
-    )
-    names = [key.removeprefix("time/") for key in keys]
-    size = max(-(-len(timed) // BARS), 1)
+    timed = {
+        key.removeprefix("time/"): column
+        for key, column in columns.columns.items()
+        if key.startswith("time/")
+    }
+    lines = sorted({line for column in timed.values() for line in column.lines})
+    timed.pop("step", None)  # that is their sum
+    size = max(-(-len(lines) // BARS), 1)
     bars = []
-    for i in range(0, len(timed), size):
-        chunk = timed[i : i + size]
-        means = [
-            sum(number(line.get(f"time/{name}")) or 0.0 for line in chunk) / len(chunk)
-            for name in names
-        ]
-        bars.append([chunk[0].get("step"), chunk[-1].get("step"), *(round(m, 5) for m in means)])
-    return {"names": names, "bars": bars}
+    for i in range(0, len(lines), size):
+        chunk = lines[i : i + size]
+        means = [column.total(chunk[0], chunk[-1]) / len(chunk) for column in timed.values()]
+        ends = [int(columns.steps[line]) for line in (chunk[0], chunk[-1])]
+        bars.append([*ends, *(round(mean, 5) for mean in means)])
+    return {"names": list(timed), "bars": bars}
 
 
 def compare_prediction(

@@ -9,13 +9,15 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from reinforge.core.errors import InputError
 from reinforge.watch.doctor.doctor import Doctor
+from reinforge.watch.doctor.trouble import Trouble
 from reinforge.watch.logs import flatten as flatten
 from reinforge.watch.logs import read_json as read_json
 from reinforge.watch.logs import read_lines as read_lines
@@ -48,19 +50,25 @@ def is_run(path: Path) -> bool:
 
 def list_runs(root: Path) -> list[dict[str, Any]]:
     """One line per run under `root` (itself included), the most recently written first."""
-    found = []
+    found = [
+        headline(path, show_run(path), flatten(read_json(path / "config.json")))
+        for path in find_runs(root)
+    ]
+    return sorted(found, key=lambda run: -run["updated"])
+
+
+def find_runs(root: Path) -> Iterator[Path]:
+    """The run directories under `root`, itself included. Links are not followed."""
     for folder, children, _ in os.walk(root):
         path = Path(folder)
         if is_run(path):
             children.clear()
-            found.append(_headline(path))
+            yield path
         children[:] = sorted(c for c in children if not c.startswith("."))
-    return sorted(found, key=lambda run: -run["updated"])
 
 
-def _headline(path: Path) -> dict[str, Any]:
-    run = show_run(path)
-    config = flatten(read_json(path / "config.json"))
+def headline(path: Path, run: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of one run in a list; `run` is what `show_run` says of it."""
     return {
         "dir": str(path),
         "status": run["status"],
@@ -86,36 +94,64 @@ def show_run(path: Path) -> dict[str, Any]:
             where=str(path),
             fix="`reinforge runs list` shows the runs.",
         )
-    last: dict[str, float] = {}
-    best: dict[str, Any] | None = None
-    first: dict[str, Any] | None = None
-    step = 0
-    evaluated = None
+    progress = RunProgress()
     for line in read_lines(path / "metrics.jsonl"):
-        step = max(step, int(line.get("step", 0)))
-        if "time/step" in line:
-            last = {name: value for name, value in last.items() if not name.startswith(OF_ONE_STEP)}
-        last.update(
-            {
-                k: v
-                for k, v in line.items()
-                if isinstance(v, int | float) and k not in ("step", "time")
-            }
-        )
-        best = _better(best, line)
-        first = first or best
-        evaluated = line.get("step") if best is not None and best["metric"] in line else evaluated
+        progress.observe(line)
     events = list(read_lines(path / "events.jsonl"))
+    found = Doctor.of(path).troubles(ended=status(path, events) != "running")
     config = flatten(read_json(path / "config.json"))
+    return describe_run(path, config, progress, events, found)
+
+
+@dataclass
+class RunProgress:
+    """How far a run is by its lines of metrics, which whoever reads them tells it one by one."""
+
+    step: int = 0
+    best: dict[str, Any] | None = None  # evaluation
+    first: dict[str, Any] | None = None
+    evaluated: int | None = None  # the step of the newest one
+    _last: dict[str, Any] = field(default_factory=dict)
+    _names: tuple[str, ...] = ()  # of the newest line of a step
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The newest value of each metric."""
+        return {
+            k: v
+            for k, v in self._last.items()
+            if isinstance(v, int | float) and k not in ("step", "time")
+        }
+
+    def observe(self, line: Mapping[str, Any]) -> None:
+        self.step = max(self.step, int(line.get("step", 0)))
+        if "time/step" in line and (names := tuple(line)) != self._names:
+            last = self._last
+            self._last = {k: last[k] for k in last if not k.startswith(OF_ONE_STEP)}
+            self._names = names
+        self._last.update((k, v) for k, v in line.items() if v is not None)
+        self.best = _better(self.best, line)
+        self.first = self.first or self.best
+        if self.best is not None and self.best["metric"] in line:
+            self.evaluated = line.get("step")
+
+
+def describe_run(
+    path: Path,
+    config: Mapping[str, Any],
+    progress: RunProgress,
+    events: Sequence[Mapping[str, Any]],
+    found: Sequence[Trouble],
+) -> dict[str, Any]:
+    """What `show_run` says, from what was read of the logs and what the doctor found."""
     how = status(path, events)
     bare = uncontained(path)
-    found = Doctor.of(path).troubles(ended=how != "running")
     parents = lineage(path)
     return {
         "dir": str(path),
         "status": how,
         "why": why_ended(events) if how in ENDINGS else None,
-        "step": step,
+        "step": progress.step,
         "steps": total_steps(events, config),
         "troubles": [str(trouble) for trouble in found if trouble.is_cause],
         "notes": [str(trouble) for trouble in found if trouble.action == "note"],
@@ -125,12 +161,12 @@ def show_run(path: Path) -> dict[str, Any]:
         },
         **({"uncontained": bare} if bare else {}),
         **({"branch_of": [f"{p['dir']} step {p['step']}" for p in parents]} if parents else {}),
-        "last": last,
-        "best_eval": best,
-        "first_eval": first,
-        "last_eval_step": evaluated,
+        "last": progress.last,
+        "best_eval": progress.best,
+        "first_eval": progress.first,
+        "last_eval_step": progress.evaluated,
         "checkpoints": checkpoints(path),
-        "events": events[-20:],
+        "events": list(events[-20:]),
         "versions": read_json(path / "versions.json"),
     }
 

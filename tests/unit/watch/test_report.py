@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from helpers.tiny_runs import EVAL, launch
 from reinforge.config.schema import Config
 from reinforge.core.sample import Group, Row, Sample
 from reinforge.watch.recorder import Recorder
-from reinforge.watch.report import curves, phases, sections, thin, write_report
+from reinforge.watch.report import curves, phases, sections, write_report
 
 sys.path.append(str(ROOT / "tools"))
 from chromium import Chromium, find
@@ -181,8 +182,11 @@ def test_an_empty_run_still_gets_a_page(tmp_path: Path) -> None:
 
 
 def test_long_runs_are_averaged_over_bins() -> None:
-    points = [[float(i), i / 60, None if i == 3 else float(i % 4)] for i in range(4000)]
-    kept = thin(points)
+    lines: list[dict[str, Any]] = [
+        {"step": i, "time": float(i), "x": float(i % 4)} for i in range(4000)
+    ]
+    lines[3] |= {"x": None, "nonfinite": ["x"]}
+    kept = curves(lines)["x"]
     assert (
         len(kept) == 1000
         and kept[0][2] == pytest.approx((0 + 1 + 2) / 3)

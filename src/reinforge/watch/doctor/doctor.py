@@ -35,16 +35,22 @@ class Doctor:
         self.history = RunHistory(config or {})
         self.actions = actions or DoctorConfig()
         self._found: list[Trouble] = []
+        self._looked = 0  # steps there were at the last look
 
     @classmethod
     def of(cls, run_dir: Path) -> Doctor:
         """Of a run directory, as its logs tell it."""
+        doctor = cls.for_run(run_dir)
+        doctor.read(run_dir)
+        return doctor
+
+    @classmethod
+    def for_run(cls, run_dir: Path) -> Doctor:
+        """With the configuration of a run directory, before anything is read of its logs."""
         config = read_json(run_dir / "config.json")
         asked = (config.get("run") or {}).get("doctor") or {}
         known = {k: v for k, v in asked.items() if k in DoctorConfig.model_fields}
-        doctor = cls(flatten(config), DoctorConfig(**known))
-        doctor.read(run_dir)
-        return doctor
+        return cls(flatten(config), DoctorConfig(**known))
 
     def read(self, run_dir: Path) -> None:
         """The logs that a run has already."""
@@ -68,8 +74,9 @@ class Doctor:
         """
         steps = len(self.history)
         every = 1 + steps // ALWAYS
-        if ended or steps < ALWAYS or steps % every == 0:
+        if ended or steps < ALWAYS or steps % every == 0 or steps - self._looked >= every:
             self._found = self._look(ended)
+            self._looked = steps
         return self.newest()
 
     def newest(self) -> list[Trouble]:

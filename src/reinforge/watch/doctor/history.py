@@ -152,6 +152,10 @@ class RunHistory:
     # what was read since the last step: rules ask for the same metrics
     _windows: dict[str, Window | None] = field(default_factory=dict)
     _trends: dict[str, float] = field(default_factory=dict)
+    # of the last line: its names, those that are kept, and those of faults
+    _names: tuple[str, ...] = ()
+    _kept: list[str] = field(default_factory=list)
+    _faults: list[str] = field(default_factory=list)
 
     # ---- filling ----
 
@@ -167,18 +171,24 @@ class RunHistory:
         self._trends.clear()
         before = len(self.steps)
         self.steps.append(step)
-        for name, value in metrics.items():
-            if name in KEPT or name.startswith((SHARES, TIMES)):
-                column = self.columns.setdefault(name, array("d", [math.nan]) * before)
-                number = finite(value)
-                column.append(math.nan if number is None else number)
-            elif name.startswith(FAULTS) and value:
-                self.faults = True
-            elif name.startswith(TEACHERS):
-                self.taught = True
-        for column in self.columns.values():
-            if len(column) == before:
-                column.append(math.nan)
+        names = tuple(metrics)
+        if names != self._names:  # most lines have the names of the line before
+            self._names = names
+            self._kept = [n for n in names if n in KEPT or n.startswith((SHARES, TIMES))]
+            self._faults = [n for n in names if n.startswith(FAULTS)]
+            self.taught = self.taught or any(n.startswith(TEACHERS) for n in names)
+            for name in self._kept:
+                self.columns.setdefault(name, array("d", [math.nan]) * before)
+        for name in self._kept:
+            number = metrics[name]
+            if type(number) is not float or not math.isfinite(number):
+                number = finite(number)
+            self.columns[name].append(math.nan if number is None else number)
+        self.faults = self.faults or any(metrics[name] for name in self._faults)
+        if len(self._kept) < len(self.columns):
+            for column in self.columns.values():
+                if len(column) == before:
+                    column.append(math.nan)
 
     def hear(self, event: Mapping[str, Any]) -> None:
         """One event."""

@@ -1,0 +1,264 @@
+"""An index of samples.jsonl: where each line begins, and the columns that people filter by.
+
+Texts stay in the file: a search goes through its bytes, and of a page only the lines that are shown
+are read. So 100,000 samples cost a few megabytes, and a filter some milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reinforge.ui.errors import NoSuchRun
+from reinforge.ui.texts import sound
+from reinforge.watch.logs import LogTail, parse_line
+from reinforge.watch.why import advantage_of
+
+FILE = "samples.jsonl"
+TEXT_BEGINS = b', "prompt": '
+TEXT_ENDS = b', "reward": '  # no text has these: a quote inside of one is escaped
+NONE = -1
+ORDERS = ("newest", "oldest", "reward", "-reward", "length", "-length", "advantage", "-advantage")
+
+
+@dataclass(frozen=True)
+class SampleFilter:
+    """What `GET /api/samples` asks for. None: whatever it is."""
+
+    step: int | None = None
+    step_min: int | None = None
+    prompt: str | None = None  # the id of a row
+    text: str | None = None  # part of a prompt or a completion
+    reward_min: float | None = None
+    reward_max: float | None = None
+    length_min: int | None = None
+    length_max: int | None = None
+    stop: str | None = None
+    component: str | None = None  # name, name>=0.5, name<1, name=0
+    evaluation: bool | None = None
+    unscored: bool | None = None
+    idle: bool | None = None  # whether it taught nothing
+    repeated: bool | None = None  # whether another answer of its step has the same text
+
+
+class SampleIndex:
+    """The samples of one run. Every reader calls `refresh` first, which reads what was appended."""
+
+    def __init__(self, run_dir: Path):
+        self.path = run_dir / FILE
+        self._lock = threading.RLock()
+        self._tail = LogTail(self.path)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.offsets = array("q")
+        self._begins = array("q")  # of the texts in the file
+        self._ends = array("q")
+        self._steps = array("q")
+        self._rewards = array("d")
+        self._advantages = array("d")
+        self._lengths = array("q")
+        self._stops = array("q")
+        self._rows = array("q")
+        self._flags = array("B")  # 1: evaluation, 2: taught nothing
+        self._texts = array("q")  # hashes of step and completion
+        self._components: dict[str, array[float]] = {}
+        self.stop_names: list[str] = []
+        self._stop_codes: dict[str, int] = {}
+        self._row_codes: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def refresh(self) -> None:
+        with self._lock:
+            for offset, raw in self._tail.read():
+                if self._tail.restarted and offset == 0:
+                    self._begin()
+                line = parse_line(raw)
+                if line is not None:
+                    self._add(offset, raw, line)
+            if self._tail.restarted and self._tail.offset == 0:
+                self._begin()
+
+    def _add(self, offset: int, raw: bytes, line: Mapping[str, Any]) -> None:
+        n = len(self.offsets)
+        training = line.get("training")
+        told: Mapping[str, Any] = training if isinstance(training, dict) else {}
+        self.offsets.append(offset)
+        self._begins.append(offset + raw.find(TEXT_BEGINS))
+        self._ends.append(offset + raw.find(TEXT_ENDS))
+        step = line.get("step")
+        self._steps.append(step if isinstance(step, int) else NONE)
+        self._rewards.append(_number(line.get("reward")))
+        self._advantages.append(_number(advantage_of(told)))
+        length = line.get("length")
+        self._lengths.append(length if isinstance(length, int) else NONE)
+        stop = str(line.get("stop"))
+        code = self._stop_codes.setdefault(stop, len(self._stop_codes))
+        if code == len(self.stop_names):
+            self.stop_names.append(stop)
+        self._stops.append(code)
+        self._rows.append(self._row_codes.setdefault(str(line.get("row")), len(self._row_codes)))
+        self._flags.append(bool(line.get("eval")) | 2 * bool(told.get("no_signal")))
+        self._texts.append(hash((step, line.get("completion"))))
+        parts = line.get("components")
+        for name, value in (parts if isinstance(parts, dict) else {}).items():
+            column = self._components.get(name)
+            if column is None:
+                column = self._components[name] = array("d", [np.nan]) * n
+            column.append(_number(value))
+        for column in self._components.values():
+            if len(column) == n:
+                column.append(np.nan)
+
+    # ---- asking ----
+
+    def facets(self) -> dict[str, Any]:
+        """What there is to filter by."""
+        with self._lock:
+            steps = np.unique(_view(self._steps)).tolist() if len(self) else []
+            counts = Counter(self._stops)
+            return {
+                "steps": steps,
+                "stops": {self.stop_names[code]: n for code, n in counts.items()},
+                "components": list(self._components),
+                "evaluations": int((_view(self._flags) & 1).sum()) if len(self) else 0,
+            }
+
+    def select(self, wanted: SampleFilter, order: str = "newest") -> NDArray[np.int64]:
+        """The numbers of the lines that fit, in order."""
+        with self._lock:
+            if not len(self):
+                return np.zeros(0, dtype=np.int64)
+            found = np.flatnonzero(self._mask(wanted))
+            return found[self._order(found, order)]
+
+    def _mask(self, wanted: SampleFilter) -> NDArray[np.bool_]:
+        steps = _view(self._steps)
+        rewards = _view(self._rewards)
+        lengths = _view(self._lengths)
+        flags = _view(self._flags)
+        mask = np.ones(len(self), dtype=bool)
+        if wanted.step is not None:
+            mask &= steps == wanted.step
+        if wanted.step_min is not None:
+            mask &= steps >= wanted.step_min
+        if wanted.prompt is not None:
+            mask &= _view(self._rows) == self._row_codes.get(wanted.prompt, NONE)
+        if wanted.reward_min is not None:
+            mask &= rewards >= wanted.reward_min
+        if wanted.reward_max is not None:
+            mask &= rewards <= wanted.reward_max
+        if wanted.length_min is not None:
+            mask &= lengths >= wanted.length_min
+        if wanted.length_max is not None:
+            mask &= lengths <= wanted.length_max
+        if wanted.stop is not None:
+            mask &= _view(self._stops) == self._stop_codes.get(wanted.stop, NONE)
+        if wanted.component is not None:
+            mask &= self._of_component(wanted.component)
+        if wanted.evaluation is not None:
+            mask &= (flags & 1).astype(bool) == wanted.evaluation
+        if wanted.unscored is not None:
+            mask &= np.isnan(rewards) == wanted.unscored
+        if wanted.idle is not None:
+            mask &= (flags & 2).astype(bool) == wanted.idle
+        if wanted.repeated is not None:
+            _, place, counts = np.unique(
+                _view(self._texts), return_inverse=True, return_counts=True
+            )
+            mask &= (counts[place] > 1) == wanted.repeated
+        if wanted.text:
+            mask &= self._with_text(wanted.text)
+        return mask
+
+    def _of_component(self, asked: str) -> NDArray[np.bool_]:
+        """`name` has a score, or one that fits: `name>=0.5`, `name<1`, `name=0`."""
+        name, sign, value = _comparison(asked)
+        values = _view(self._components.get(name, array("d", [np.nan]) * len(self)))
+        compare = {"<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal}
+        if not sign:
+            return ~np.isnan(values)
+        found: NDArray[np.bool_] = compare.get(sign, np.equal)(values, value)
+        return found
+
+    def _with_text(self, text: str) -> NDArray[np.bool_]:
+        """Lines whose prompt or completion has it, letter by letter."""
+        # as the recorder writes it
+        needle = json.dumps(text)[1:-1].encode()
+        offsets = _view(self.offsets)
+        mask = np.zeros(len(self), dtype=bool)
+        with self.path.open("rb") as file, _mapped(file) as data:
+            found = [match.start() for match in re.finditer(re.escape(needle), data)]
+        at = np.array(found, dtype=np.int64)
+        lines = np.searchsorted(offsets, at, side="right") - 1
+        known = (at >= _view(self._begins)[lines]) & (at < _view(self._ends)[lines])
+        mask[lines[known]] = True
+        return mask
+
+    def _order(self, found: NDArray[np.int64], order: str) -> NDArray[np.int64]:
+        name = order.lstrip("-")
+        if name in ("newest", "oldest"):
+            ahead = np.arange(len(found))
+            return ahead if name == "oldest" else ahead[::-1]
+        columns: dict[str, Any] = {
+            "reward": self._rewards,
+            "length": self._lengths,
+            "advantage": self._advantages,
+        }
+        values = _view(columns[name])[found].astype(float)
+        values = -values if order.startswith("-") else values
+        return np.argsort(values, kind="stable")  # NaN is last either way
+
+    def read(self, line: int) -> dict[str, Any]:
+        """The whole line of a number."""
+        with self._lock:
+            if not 0 <= line < len(self):
+                raise NoSuchRun(
+                    f"there is no sample {line}.",
+                    where="line",
+                    fix=f"The run has recorded {len(self)}, from 0 on.",
+                )
+            with self.path.open("rb") as file:
+                file.seek(self.offsets[line])
+                found: dict[str, Any] = sound(parse_line(file.readline()) or {})
+                return found
+
+
+def _comparison(asked: str) -> tuple[str, str, float]:
+    """
+    >>> _comparison("math>=0.5"), _comparison("math"), _comparison("a=b")
+    (('math', '>=', 0.5), ('math', '', 0.0), ('a=b', '', 0.0))
+    """
+    match = re.fullmatch(r"(.*?)(<=|>=|<|>|=)(-?[\d.]+(?:e-?\d+)?)", asked, re.DOTALL)
+    if match is None:
+        return asked, "", 0.0
+    try:
+        return match[1], match[2], float(match[3])
+    except ValueError:
+        return asked, "", 0.0
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else np.nan
+
+
+def _view(column: Any) -> NDArray[Any]:
+    """The column as it is now. A copy: an array that somebody looks into cannot grow."""
+    return np.array(column, dtype=column.typecode)
+
+
+def _mapped(file: Any) -> Any:
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
