@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +121,15 @@ def check_rewards(
     return found
 
 
+def score_text(
+    config: Config, prompt: str, completion: str, columns: Mapping[str, Any]
+) -> tuple[AnswerTrial, dict[str, float]]:
+    """What the rewards of a configuration give one answer, and their weights."""
+    row = Row("typed", prompt, dict(columns))
+    check = _RewardCheck(config, config.rewards, [row], {}, 0.0)
+    return asyncio.run(check._score("typed", [completion])), check.weights
+
+
 class _RewardCheck:
     def __init__(
         self,
@@ -137,7 +146,7 @@ class _RewardCheck:
         self.rows = rows
         self.wraps = wraps
         self.allowed = allowed
-        self.golds = [str(row.columns["answer"]) for row in rows]
+        self.golds = [str(row.columns.get("answer")) for row in rows]
         self.full = sum(max(0.0, w) for w in self.weights.values())
         self.needed = (SOME if any(c.name in GRADED for c in configs) else ALL) * self.full
 

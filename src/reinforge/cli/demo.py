@@ -10,6 +10,7 @@ problems occur in neither.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -192,5 +193,5 @@ def _tell(summary: dict[str, Any], rl: RunResult, folder: Path) -> None:
         print(f"  {sample['step']:3d}  {sample['reward']:.0f}  {text}")
     print(
         f"\nreport   {summary['report']}\nsummary  {folder / 'summary.json'}\nseconds "
-        f" {summary['seconds']}"
+        f" {summary['seconds']}\nlook     reinforge ui {shlex.quote(str(folder))}"
     )

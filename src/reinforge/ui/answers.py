@@ -358,3 +358,71 @@ class LogPage(Answer):
     text: str
     alive: bool
     code: int | None
+
+
+class DataText(Answer):
+    """A text that a row becomes: pieces that are trained, and pieces that are not."""
+
+    title: str
+    pieces: list[dict[str, Any]] = Field(description="{text, trained}.")
+    tokens: int
+    trained: int
+
+
+class DataRow(Answer):
+    where: str
+    texts: list[DataText]
+    answer: str | None
+
+
+class DataPage(Answer):
+    """Rows as the trainer sees them, as `reinforge data show` tells it."""
+
+    source: str
+    read_as: list[str]
+    serves: str
+    trains: str
+    rendered: str
+    rows: int
+    whole: bool
+    columns: list[dict[str, Any]]
+    shown: list[DataRow]
+    page: int
+    size: int
+    lengths: dict[str, int] = Field(description="min, median, p95 and max, in tokens.")
+    tokens: int
+    trained: int
+    limit: int | None
+    long: list[dict[str, Any]] = Field(description="{where, tokens} of rows that are too long.")
+    long_rows: int
+    policy: str
+    bad: list[str] = Field(description="Why rows cannot be used.")
+    bad_rows: int
+    fixes: list[str]
+    dropped: bool
+    usable: int
+    unusual: dict[str, int]
+
+
+class RewardScore(Answer):
+    name: str
+    value: Number
+    weight: float
+    error: str | None
+
+
+class ChatToken(Answer):
+    piece: str
+    logprob: Number
+    top: list[list[Any]] = Field(description="[piece, logprob] of the likeliest.")
+
+
+class ChatAnswer(Answer):
+    text: str
+    tokens: list[ChatToken]
+    step: int
+    seconds: float
+
+
+class ChatPage(Answer):
+    answers: list[ChatAnswer] = Field(description="One for each side.")

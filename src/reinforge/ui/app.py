@@ -16,6 +16,7 @@ from reinforge.serve.options import is_loopback
 from reinforge.ui import answers, group_pages, requests, run_pages, sample_pages
 from reinforge.ui.access import COOKIE, LOGIN, BodyLimit, BrowserGuard, SafeHeaders, refusal
 from reinforge.ui.assets import asset
+from reinforge.ui.chats import ChatServers
 from reinforge.ui.errors import NoSuchRun
 from reinforge.ui.folder import RunsFolder
 from reinforge.ui.launcher import Launcher
@@ -23,6 +24,8 @@ from reinforge.ui.listing import RunListing
 from reinforge.ui.options import AppOptions
 from reinforge.ui.plan_pages import plan_page
 from reinforge.ui.sample_index import SampleFilter
+from reinforge.ui.texts import sound
+from reinforge.ui.work import ask_worker, config_file
 from reinforge.version import __version__
 
 NAME = 1000  # characters of a name in a request
@@ -47,6 +50,7 @@ def make_app(options: AppOptions, token: str | None) -> Any:
     folder = RunsFolder(options.root)
     listing = RunListing(folder)
     launcher = Launcher(folder)
+    chats = ChatServers()
     began = time.monotonic()
     api = FastAPI(
         title="reinforge ui",
@@ -266,6 +270,44 @@ def make_app(options: AppOptions, token: str | None) -> Any:
     def log(run: RunName) -> answers.LogPage:
         """The end of what a run printed that was started from here."""
         return answers.LogPage(**launcher.log(run))
+
+    @api.post("/api/chat")
+    def chat(asked: requests.ConversationRequest) -> answers.ChatPage:
+        """What one or two checkpoints say, each served by a process of its own."""
+        allowed()
+        paths = [(folder.path_of(side.run), side.step) for side in asked.sides]
+        body = asked.model_dump(exclude={"sides"})
+        found = [chats.answer(path, step, body) for path, step in paths]
+        return answers.ChatPage.model_validate({"answers": found})
+
+    @api.post("/api/data")
+    def data(asked: requests.DataRequest) -> answers.DataPage:
+        """Rows as the trainer sees them."""
+        allowed()
+        told = {"model": asked.model, "page": asked.page, "size": asked.size}
+        if asked.yaml is not None:
+            with config_file(asked.yaml) as file:
+                found = ask_worker("data", {**told, "source": str(file)})
+        elif asked.source:
+            found = ask_worker("data", {**told, "source": asked.source})
+        else:
+            raise InputError("there is neither source nor yaml.", where="source")
+        return answers.DataPage.model_validate(sound(found))
+
+    @api.post("/api/rewards")
+    def rewards(asked: requests.RewardsRequest) -> list[answers.RewardScore]:
+        """What the rewards give an answer that somebody typed."""
+        allowed()
+        told = asked.model_dump(include={"prompt", "completion", "columns"})
+        if asked.yaml is not None:
+            with config_file(asked.yaml) as file:
+                found = ask_worker("rewards", {**told, "config": str(file)})
+        elif asked.run is not None:
+            path = folder.path_of(asked.run) / "config.json"
+            found = ask_worker("rewards", {**told, "config": str(path)})
+        else:
+            raise InputError("there is neither run nor yaml.", where="run")
+        return [answers.RewardScore.model_validate(sound(one)) for one in found]
 
     @api.get("/", include_in_schema=False)
     def index() -> Response:

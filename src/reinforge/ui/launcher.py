@@ -21,6 +21,7 @@ from reinforge.config.load import load_config
 from reinforge.core.errors import InputError
 from reinforge.ui.errors import NoSuchRun
 from reinforge.ui.folder import RunsFolder
+from reinforge.ui.work import environment
 from reinforge.watch.logs import read_json, read_lines
 from reinforge.watch.runs import is_run, status
 
@@ -136,8 +137,6 @@ class Launcher:
         return folder / f"{short}.{kind}"
 
     def _start(self, name: str, command: Sequence[str]) -> None:
-        package = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH", "")) if p)
         place = self._file(name, "log")
         place.parent.mkdir(exist_ok=True)
         with self._lock, place.open("wb") as log:
@@ -147,7 +146,7 @@ class Launcher:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": path},
+                env=environment(),
             )
 
     def _status(self, path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from reinforge.pipelines.plan import plan
 from reinforge.plan.plan import describe
 from reinforge.plan.preflight import PlanReport, preflight
 from reinforge.ui import answers
+from reinforge.ui.work import config_file
 
 WHERE = re.compile(r"([\w.]+)(?: \((line \d+)\))?: (.*)", re.DOTALL)
 ITEM = "\n  - "
@@ -21,9 +21,7 @@ ITEM = "\n  - "
 def plan_page(text: str, run_dir: Path, *, full: bool) -> answers.PlanPage:
     """`full`: with the data and reward checks, which take seconds, in a process of their own."""
     overrides = [f"run.dir={run_dir}"]
-    with tempfile.TemporaryDirectory(prefix="reinforge-ui-") as folder:
-        file = Path(folder) / "config.yaml"
-        file.write_text(text, encoding="utf-8", errors="backslashreplace")
+    with config_file(text) as file:
         report = plan(file, overrides) if full else _first_phase(file, overrides)
         errors = [error.replace(f"{file}: ", "") for error in report.errors]
     return answers.PlanPage(

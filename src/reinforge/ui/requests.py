@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -51,3 +51,41 @@ class BranchRequest(AppRequest):
     step: int = Field(ge=0, le=LARGEST)
     name: NewName
     overrides: list[Annotated[str, Field(max_length=10_000)]] = Field([], max_length=100)
+
+
+class DataRequest(AppRequest):
+    """A source (file, hub data set, generator, recipe:NAME) or a configuration."""
+
+    yaml: ConfigText | None = None
+    source: str | None = Field(None, max_length=NAME)
+    model: str | None = Field(None, max_length=NAME, description="Whose tokenizer and template.")
+    page: int = Field(0, ge=0, le=1000)
+    size: int = Field(10, ge=1, le=50)
+
+
+class RewardsRequest(AppRequest):
+    """The rewards of a configuration, or of a run."""
+
+    yaml: ConfigText | None = None
+    run: RunPath | None = None
+    prompt: str = Field("", max_length=TEXT)
+    completion: str = Field(max_length=TEXT)
+    columns: dict[str, Any] = Field({}, description="Columns of the row, such as answer.")
+
+
+class ChatSide(AppRequest):
+    run: RunPath
+    step: int | None = Field(None, ge=0, le=LARGEST)
+
+
+class ChatMessage(AppRequest):
+    role: str = Field(max_length=60)
+    content: str = Field(max_length=TEXT)
+
+
+class ConversationRequest(AppRequest):
+    sides: list[ChatSide] = Field(min_length=1, max_length=2)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=200)
+    temperature: float = Field(1.0, ge=0, le=10, allow_inf_nan=False)
+    max_tokens: int = Field(256, ge=1, le=32768)
+    logprobs: bool = True

@@ -129,7 +129,9 @@ class RunProgress:
             last = self._last
             self._last = {k: last[k] for k in last if not k.startswith(OF_ONE_STEP)}
             self._names = names
-        self._last.update((k, v) for k, v in line.items() if v is not None)
+        if None in line.values():
+            line = {k: v for k, v in line.items() if v is not None}
+        self._last.update(line)
         self.best = _better(self.best, line)
         self.first = self.first or self.best
         if self.best is not None and self.best["metric"] in line:
