@@ -91,7 +91,7 @@ class Chromium:
         self._session = self._ask(
             "Target.attachToTarget", targetId=target["targetId"], flatten=True
         )["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Accessibility"):
             self._ask(f"{domain}.enable")
         self._resize(self.height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if self.dark else "light"}
@@ -113,10 +113,11 @@ class Chromium:
             self._process.wait()
         self._home.cleanup()
 
-    def open(self, file: Path) -> None:
-        """Loads the page and waits for its load event."""
+    def open(self, page: Path | str) -> None:
+        """Loads a file or an address and waits for its load event."""
         self._loaded = False
-        self._ask("Page.navigate", url=file.resolve().as_uri())
+        address = page if isinstance(page, str) else page.resolve().as_uri()
+        self._ask("Page.navigate", url=address)
         while not self._loaded:
             self._hear(self._receive())
 
@@ -129,6 +130,35 @@ class Chromium:
         )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
+
+    def resize(self, width: int, height: int = 900) -> None:
+        """The window's size in pixels; 390 is a phone's width."""
+        self.width = width
+        self._resize(height)
+
+    def named(self) -> list[tuple[str, str]]:
+        """(role, name) of everything on the page, as a screen reader is told them."""
+        nodes = self._ask("Accessibility.getFullAXTree")["nodes"]
+        return [
+            (node["role"]["value"], node.get("name", {}).get("value", "").strip())
+            for node in nodes
+            if not node.get("ignored")
+        ]
+
+    def wait_for(self, expression: str, seconds: float = 30.0) -> Any:
+        """The value of an expression, once it is true. The errors of the page are said if it never
+        is.
+        """
+        until = time.monotonic() + seconds
+        while not (found := self.evaluate(expression)):
+            assert time.monotonic() < until, f"never true: {expression}; {self.errors}"
+            time.sleep(0.05)
+        return found
+
+    def press(self, key: str) -> None:
+        """One key, as a keyboard sends it."""
+        for kind in ("keyDown", "keyUp"):
+            self._ask("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
     def picture(self, height: int | None = None) -> bytes:
         """A PNG of the page from its top, `height` pixels high, or all of it."""

@@ -139,6 +139,25 @@ export function send<T>(path: string, body: unknown, method = "POST"): Promise<T
   return read<T>(fetch(path, { method, body: JSON.stringify(body), headers: { "content-type": "application/json" } }));
 }
 
+let paths: Set<string> | null = null;
+let launching = true;
+
+/** Asks once what the server offers: what it does not is not shown. */
+export async function learn(): Promise<void> {
+  const schema = await get<{ paths: Record<string, unknown> }>("api/openapi.json").catch(() => null);
+  const info = await get<{ launching: boolean }>("api/info").catch(() => null);
+  paths = schema && new Set(Object.keys(schema.paths));
+  launching = info?.launching ?? true;
+}
+
+const acting = ["launch", "stop", "resume", "branch", "chat"];
+
+export function offers(name: string): boolean {
+  return (launching || !acting.includes(name)) && (paths?.has(`/api/${name}`) ?? true);
+}
+
+const RETRY = 3000; // milliseconds
+
 export interface Answer<T> { value: T | null; failure: Failure | null; loading: boolean; again(): void }
 
 /** What an address answers; asked again every `every` milliseconds while the page can be seen (0: once). */
@@ -152,7 +171,8 @@ export function useAnswer<T>(path: string | null, query: Query = {}, every: numb
     const control = new AbortController();
     let timer = 0;
     let last: T | null = null;
-    const wait = () => (typeof every === "function" ? (last === null ? 0 : every(last)) : every);
+    // what is not there yet may come
+    const wait = () => (typeof every === "function" ? (last === null ? RETRY : every(last)) : every);
     async function ask() {
       window.clearTimeout(timer);
       try {
@@ -187,8 +207,10 @@ export function useAnswer<T>(path: string | null, query: Query = {}, every: numb
     };
   }, [where, round]);
   const fresh = found.where === where;
+  // while another page of the same thing is asked for, the old one stays
+  const kept = where !== null && found.where.split("?")[0] === where.split("?")[0];
   return {
-    value: fresh ? found.value : null,
+    value: fresh || kept ? found.value : null,
     failure: fresh ? found.failure : null,
     loading: where !== null && !fresh,
     again: () => setRound(round + 1),

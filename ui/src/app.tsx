@@ -1,9 +1,14 @@
 // The app: its frame, and which page is shown.
 import { render } from "preact";
 import { useEffect } from "preact/hooks";
-import { send, useAnswer } from "./api";
+import { learn, offers, send, useAnswer } from "./api";
 import { Empty } from "./parts";
 import { link, parse, useRoute, type Route } from "./route";
+import { short } from "./words";
+import { ChatPage } from "./pages/chat";
+import { ComparePage } from "./pages/compare";
+import { DataPage } from "./pages/data";
+import { LaunchPage } from "./pages/launch";
 import { RunPage } from "./pages/run";
 import { RunsPage } from "./pages/runs";
 import { SamplePage } from "./pages/sample";
@@ -11,8 +16,13 @@ import { SamplesPage } from "./pages/samples";
 
 interface Info { version: string; root: string; launching: boolean }
 
+// page, name, pages that belong to it
 const places: [string, string, string[]][] = [
   ["", "Runs", ["", "run", "samples", "sample"]],
+  ["launch", "New run", ["launch"]],
+  ["compare", "Compare", ["compare"]],
+  ["chat", "Chat", ["chat"]],
+  ["data", "Data", ["data"]],
 ];
 
 function Page({ route, info }: { route: Route; info: Info | null }) {
@@ -21,11 +31,19 @@ function Page({ route, info }: { route: Route; info: Info | null }) {
     case "":
       return <RunsPage root={info?.root ?? ""} />;
     case "run":
-      return <RunPage key={run} run={run} view={route.query.get("view") ?? ""} />;
+      return <RunPage key={run} run={run} view={route.query.get("view") ?? ""} query={route.query} />;
     case "samples":
       return <SamplesPage key={run} run={run} query={route.query} />;
     case "sample":
       return <SamplePage key={run} run={run} line={Number(route.query.get("line"))} />;
+    case "compare":
+      return <ComparePage runs={route.query.getAll("run")} />;
+    case "chat":
+      return <ChatPage query={route.query} />;
+    case "data":
+      return <DataPage query={route.query} />;
+    case "launch":
+      return <LaunchPage query={route.query} />;
     default:
       return <Empty title="There is no such page."><a href={link("")}>All runs</a></Empty>;
   }
@@ -47,11 +65,11 @@ function App() {
       <header class="bar">
         <a class="mark" href={link("")}>reinforge</a>
         <nav aria-label="Pages">
-          {places.map(([page, name, own]) => (
+          {places.filter(([page]) => page === "" || offers(page)).map(([page, name, own]) => (
             <a key={page} href={link(page)} aria-current={own.includes(route.page) ? "page" : undefined}>{name}</a>
           ))}
         </nav>
-        {info && <span class="where" title={`version ${info.version}`}>{info.root}</span>}
+        {info && <span class="where" title={`${info.root}, version ${info.version}`}>{short(info.root)}/</span>}
       </header>
       <main id="main" tabIndex={-1}><Page route={route} info={info} /></main>
     </>
@@ -68,4 +86,4 @@ async function enter(): Promise<void> {
   await send("api/login", { token }).catch(() => undefined); // the page says what is refused
 }
 
-void enter().then(() => render(<App />, document.getElementById("app")!));
+void enter().then(learn).then(() => render(<App />, document.getElementById("app")!));

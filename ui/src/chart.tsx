@@ -77,7 +77,7 @@ export function CurveCard({ curve: one, view }: { curve: Curve; view: View }) {
       <h3><span class="name" title={one.name}>{one.title || one.name}</span><output>{said}</output></h3>
       <p class="says">
         {one.says}
-        {one.healthy && <span class={bad ? "range out" : "range"}>{bad ? "now outside " : "healthy "}{rangeText(one.healthy)}</span>}
+        {one.healthy && <span class={bad ? "range out" : "range"}>{bad ? "outside: healthy " : "healthy "}{rangeText(one.healthy)}</span>}
       </p>
       <Drawn series={series.current} view={view} name={`${one.title || one.name} over ${view.axis ? "minutes" : "steps"}`} evaluation={one.evaluation} healthy={one.healthy} say={setSaid} />
     </article>

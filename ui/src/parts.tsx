@@ -65,9 +65,9 @@ export function Field({ label, help, children, class: name = "" }: { label: stri
   );
 }
 
-export function Keys({ rows }: { rows: [string, ComponentChildren][] }) {
+export function Keys({ rows, name }: { rows: [string, ComponentChildren][]; name?: string }) {
   return (
-    <div class="panel">
+    <div class="panel" tabIndex={0} role="region" aria-label={name ?? "Table"}>
       <table class="keys">
         <tbody>
           {rows.map(([key, value]) => (

@@ -5,7 +5,7 @@ import { show } from "./draw";
 import { visible } from "./words";
 
 // what a field is compared with (its middle colour); without an entry: from the lowest to the highest
-const middles: Record<string, number> = { advantage: 0, advantages: 0, ratio: 1, difference: 0, kl: 0, loss: 0, token_rewards: 0 };
+const middles: Record<string, number> = { advantage: 0, advantages: 0, ratio: 1, "logprob - behaviour": 0, kl: 0, loss: 0, token_rewards: 0 };
 
 const says: Record<string, string> = {
   advantages: "how much better than expected the answer was: what the gradient is multiplied with",
@@ -15,16 +15,18 @@ const says: Record<string, string> = {
   old: "log-probability that the ratio is taken against",
   reference: "log-probability under the reference model",
   logprob: "log-probability as the trainer computed it",
+  "log-probability": "how likely the model found it when it wrote it; 0 is certain",
   entropy: "how undecided the model was, in nats",
-  difference: "trainer's log-probability minus the engine's: 0 when both agree",
+  "logprob - behaviour": "the trainer's log-probability minus the engine's: 0 where both agree",
   loss: "what the token adds to the loss",
   clip_fraction: "1 where the clip cut the gradient",
   kl: "divergence from the reference model",
 };
 
-const wanted = ["advantages", "advantage", "ratio", "entropy", "difference", "logprob", "behaviour"];
+const wanted = ["advantages", "advantage", "ratio", "entropy", "logprob", "behaviour"];
 
-export function TokenView({ tokens }: { tokens: Tokens }) {
+/** `others`: what else could have come, most likely first. */
+export function TokenView({ tokens, others }: { tokens: Tokens; others?: [string, number][][] }) {
   const fields = { ...tokens.fields, ...tokens.differences };
   const names = Object.keys(fields);
   const [field, setField] = useState(wanted.find(name => names.includes(name)) ?? names[0] ?? "");
@@ -58,7 +60,7 @@ export function TokenView({ tokens }: { tokens: Tokens }) {
             data-at={i}
             aria-selected={i === at}
             tabIndex={i === at ? 0 : -1}
-            aria-label={`${piece(tokens.pieces[i])}, ${field} ${exact(values[i])}, id ${id}`}
+            aria-label={`${piece(tokens.pieces[i])}, ${field} ${exact(values[i])}${others ? "" : `, id ${id}`}`}
             class="piece"
             style={{ background: colours.of(values[i] ?? null) }}
             onMouseEnter={() => setAt(i)}
@@ -67,16 +69,16 @@ export function TokenView({ tokens }: { tokens: Tokens }) {
           >{piece(tokens.pieces[i])}{tokens.pieces[i]?.includes("\n") ? <br /> : null}</span>
         ))}
       </div>
-      <Numbers tokens={tokens} fields={fields} at={at} field={field} />
+      <Numbers tokens={tokens} fields={fields} at={at} field={field} others={others?.[at]} />
       <details class="more">
         <summary>All numbers as a table</summary>
-        <div class="panel tall">
+        <div class="panel tall" tabIndex={0} role="region" aria-label="Numbers of all tokens">
           <table class="numbers">
-            <thead><tr><th>#</th><th>Token</th><th class="number">Id</th>{names.map(name => <th key={name} class="number">{name}</th>)}</tr></thead>
+            <thead><tr><th>#</th><th>Token</th>{!others && <th class="number">Id</th>}{names.map(name => <th key={name} class="number">{name}</th>)}</tr></thead>
             <tbody>
               {tokens.ids.map((id, i) => (
                 <tr key={i}>
-                  <td class="number">{i}</td><td class="said">{piece(tokens.pieces[i])}</td><td class="number">{id}</td>
+                  <td class="number">{i}</td><td class="said">{piece(tokens.pieces[i])}</td>{!others && <td class="number">{id}</td>}
                   {names.map(name => <td key={name} class="number">{exact(fields[name]?.[i])}</td>)}
                 </tr>
               ))}
@@ -88,14 +90,15 @@ export function TokenView({ tokens }: { tokens: Tokens }) {
   );
 }
 
-function Numbers({ tokens, fields, at, field }: { tokens: Tokens; fields: Tokens["fields"]; at: number; field: string }) {
+function Numbers({ tokens, fields, at, field, others }: { tokens: Tokens; fields: Tokens["fields"]; at: number; field: string; others?: [string, number][] }) {
   return (
     <dl class="token-numbers" aria-live="polite">
       <div><dt>token {at + 1} of {tokens.ids.length}</dt><dd class="said">{piece(tokens.pieces[at])}</dd></div>
-      <div><dt>id</dt><dd>{tokens.ids[at]}</dd></div>
+      {!others && <div><dt>id</dt><dd>{tokens.ids[at]}</dd></div>}
       {Object.entries(fields).map(([name, values]) => (
         <div key={name} class={name === field ? "on" : ""}><dt>{name.replaceAll("_", " ")}</dt><dd>{exact(values[at])}</dd></div>
       ))}
+      {others?.map(([text, logprob]) => <div key={text}><dt class="said">{piece(text)}</dt><dd>{(100 * Math.exp(logprob)).toFixed(1)}%</dd></div>)}
     </dl>
   );
 }
@@ -127,7 +130,7 @@ function colouring(values: (number | null)[], middle: number | undefined): Colou
 }
 
 function mix(name: string, share: number): string {
-  return `color-mix(in srgb, var(${name}) ${(Math.min(share, 1) * 50).toFixed(1)}%, transparent)`;
+  return `color-mix(in srgb, var(${name}) ${(Math.min(share, 1) * 42).toFixed(1)}%, transparent)`;
 }
 
 function Legend({ colours }: { colours: Colours }) {

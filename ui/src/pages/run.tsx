@@ -1,23 +1,31 @@
 // One run, live: what the doctor found, curves by question, time, memory, events; and its settings.
 import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
-import { useAnswer, type ConfigPage, type Curve, type Curves, type Finding, type PhasePage, type RunPage as RunData } from "../api";
+import { offers, useAnswer, type ConfigPage, type Curve, type Curves, type Finding, type PhasePage, type RunPage as RunData } from "../api";
 import { CurveCard, PhaseChart, ViewControls, outside, type View } from "../chart";
 import type { Point } from "../draw";
-import { Empty, Keys, Shown } from "../parts";
+import { Empty, Keys, Shown, Trouble } from "../parts";
 import { link } from "../route";
 import { bytes, clock, percent, setting, when } from "../words";
 import { POLL, RunHead, useRun } from "./head";
+import { Beginning, Branch, Log } from "./steer";
 
-export function RunPage({ run, view }: { run: string; view: string }) {
+export function RunPage({ run, view, query }: { run: string; view: string; query: URLSearchParams }) {
   const answer = useRun(run);
-  const here = view === "settings" ? "settings" : "overview";
+  const here = ["settings", "branch", "log"].includes(view) ? view : "overview";
   return (
     <>
-      <RunHead run={run} page={answer.value} here={here} />
-      <Shown answer={answer}>
-        {page => (here === "settings" ? <Settings run={run} page={page} /> : <Overview run={run} page={page} />)}
-      </Shown>
+      <RunHead run={run} page={answer.value} here={here} again={answer.again} />
+      {answer.failure?.status === 404 && offers("log") ? <Beginning run={run} otherwise={<Trouble failure={answer.failure} again={answer.again} />} /> : (
+        <Shown answer={answer}>
+          {page => {
+            if (here === "settings") return <Settings run={run} page={page} />;
+            if (here === "branch") return <Branch page={page} query={query} />;
+            if (here === "log") return <Log page={page} />;
+            return <Overview run={run} page={page} />;
+          }}
+        </Shown>
+      )}
     </>
   );
 }
@@ -49,7 +57,11 @@ function Overview({ run, page }: { run: string; page: RunData }) {
         <section>
           <h2>Checkpoints</h2>
           {page.checkpoints.length ? (
-            <Keys rows={page.checkpoints.map(one => [`step ${one.step}`, <>{bytes(one.bytes)} <span class="soft path">{one.path}</span></>])} />
+            <Keys rows={page.checkpoints.map(one => [`step ${one.step}`, <>
+              {bytes(one.bytes)}
+              {offers("branch") && <> <a href={link("run", { run, view: "branch", step: one.step })}>branch</a></>}
+              {offers("chat") && <> <a href={link("chat", { run, step: one.step })}>chat</a></>}
+            </>])} />
           ) : <Empty title="No checkpoint yet.">One is written every run.checkpoint.every steps, and when a run ends or is stopped.</Empty>}
         </section>
       </div>
@@ -90,12 +102,13 @@ function FindingCard({ run, finding, open = false }: { run: string; finding: Fin
         <p class="knob">
           <span>Try</span>
           <code>{knob.key} = {knob.was !== null && knob.was !== undefined ? <><s>{setting(knob.was)}</s> </> : null}<b>{setting(knob.value)}</b></code>
+          {offers("branch") && <a href={link("run", { run, view: "branch", set: `${knob.key}=${setting(knob.value)}` })}>Branch with it</a>}
         </p>
       )}
       {finding.evidence.length > 0 && (
         <details open={open}>
           <summary>Evidence{finding.since !== null ? `, since step ${finding.since}` : ""}</summary>
-          <ul>{finding.evidence.map(line => <li key={line}>{line}</li>)}</ul>
+          <ul>{finding.evidence.map(line => <li key={line}>{line.replaceAll("->", "→")}</li>)}</ul>
         </details>
       )}
       <p class="links"><a href={link("samples", { run, finding: finding.kind })}>Samples that show it</a></p>
@@ -131,7 +144,10 @@ function ranked(curves: Curve[], view: View): [Curve[], Curve[]] {
 function Questions({ curves, view, learning }: { curves: Curves; view: View; learning: RunData["learning"] }) {
   const asked = curves.questions.filter(question => question.curves.length);
   if (!asked.length) return <Empty title="No metrics yet.">The first line is written after the first step.</Empty>;
-  const grid = (list: Curve[]) => <div class="grid">{list.map(one => <CurveCard key={one.name} curve={one} view={view} />)}</div>;
+  const titles = asked.flatMap(question => question.curves.map(one => one.title));
+  // two curves of one title are told apart by their names
+  const named = (one: Curve) => (titles.filter(title => title === one.title).length > 1 ? { ...one, title: `${one.title}: ${one.name.split("/").at(-1)!.replaceAll("_", " ")}` } : one);
+  const grid = (list: Curve[]) => <div class="grid">{list.map(one => <CurveCard key={one.name} curve={named(one)} view={view} />)}</div>;
   return (
     <>
       {asked.map(({ title, curves }, i) => {
@@ -141,10 +157,10 @@ function Questions({ curves, view, learning }: { curves: Curves; view: View; lea
         return (
           <section key={title} class="question">
             <h2>
-              {title} {i === 0 && <span class="verdict">{learning.answer}</span>}
+              {title} {i === 0 && <span class={`verdict ${learning.answer === "no" ? "bad" : ""}`}>{learning.answer}</span>}
               {out > 0 && <span class="range out">{out} outside the healthy range</span>}
             </h2>
-            {i === 0 && learning.reasons.length > 0 && <ul class="reasons">{learning.reasons.map(text => <li key={text}>{text}</li>)}</ul>}
+            {i === 0 && learning.reasons.length > 0 && <ul class="reasons">{learning.reasons.map(text => <li key={text}>{text.replaceAll("->", "→")}</li>)}</ul>}
             {grid(shown)}
             {rest.length > 0 && <Folded title={`${rest.length} more`}>{() => grid(rest)}</Folded>}
           </section>
@@ -192,7 +208,7 @@ function Time({ phases, view }: { phases: PhasePage; view: View }) {
 function Events({ page }: { page: RunData }) {
   if (!page.events.length) return <Empty title="No events." />;
   return (
-    <div class="panel tall">
+    <div class="panel tall" tabIndex={0} role="region" aria-label="Events">
       <table class="events">
         <tbody>
           {[...page.events].reverse().map((event, i) => (

@@ -1,6 +1,6 @@
 // All runs of the folder: how each stands, where it is going, and what speaks against it.
 import { useState } from "preact/hooks";
-import { useAnswer, type RunLine } from "../api";
+import { offers, useAnswer, type RunLine } from "../api";
 import { show } from "../draw";
 import { Badge, Empty, Progress, Shown, Spark } from "../parts";
 import { link } from "../route";
@@ -19,6 +19,7 @@ export function RunsPage({ root }: { root: string }) {
     <>
       <div class="title">
         <h1>Runs</h1>
+        {offers("launch") && <span class="end"><a class="button" href={link("launch")}>New run</a></span>}
       </div>
       <div class="filters" role="search">
         <input type="search" class="wide" placeholder="Search by name, model, algorithm or tag" aria-label="Search runs" value={search} onInput={event => setSearch(event.currentTarget.value)} />
@@ -36,7 +37,7 @@ export function RunsPage({ root }: { root: string }) {
         ) : search || state !== "all" ? (
           <Empty title="No run fits.">Change the search, or show <button type="button" class="link" onClick={() => { setSearch(""); setState("all"); }}>all runs</button>.</Empty>
         ) : (
-          <Empty title={`No runs in ${root} yet.`}>A run appears here as soon as it has begun. A first one: <code>reinforge demo</code>, or <code>reinforge train recipe:chain_sum</code>.</Empty>
+          <Empty title={`No runs in ${root} yet.`}>A run appears here as soon as it has begun. {offers("launch") && <><a href={link("launch")}>Start one</a>, or in a terminal: </>}<code>reinforge demo</code>, or <code>reinforge train recipe:chain_sum</code>.</Empty>
         )}
       </Shown>
       {chosen.length > 0 && (
@@ -54,7 +55,7 @@ function Line({ run, chosen, toggle }: { run: RunLine; chosen: boolean; toggle()
   const best = run.best_eval;
   return (
     <li class={`run ${chosen ? "chosen" : ""}`}>
-      <input type="checkbox" checked={chosen} onChange={toggle} aria-label={`Choose ${run.run} to compare`} />
+      {offers("compare") && <input type="checkbox" checked={chosen} onChange={toggle} aria-label={`Choose ${run.run} to compare`} />}
       <div class="who">
         <a class="name" href={link("run", { run: run.run })}>{run.run}</a>
         <span class="soft">{[run.algorithm, run.model && short(run.model)].filter(Boolean).join(" · ")}</span>

@@ -1,9 +1,10 @@
 // One sample: what was asked and answered, what every token got, and what became of the reward.
-import { useAnswer, type Sample, type Turn } from "../api";
+import { offers, useAnswer, type Sample, type Turn } from "../api";
 import { show } from "../draw";
 import { Empty, Keys, Said, Shown } from "../parts";
 import { link } from "../route";
 import { TokenView } from "../tokens";
+import { GroupView, PromptView } from "./group";
 import { RunHead, useRun } from "./head";
 
 export function SamplePage({ run, line }: { run: string; line: number }) {
@@ -36,14 +37,29 @@ function Whole({ run, sample }: { run: string; sample: Sample }) {
       <dl class="tiles small">
         {told.map(([label, value]) => <div key={label} class="tile"><dt>{label}</dt><dd>{value}</dd></div>)}
       </dl>
-      <h2>Prompt</h2>
-      <Said text={sample.prompt} class="block" />
-      {sample.turns.length > 0 ? <Transcript turns={sample.turns} /> : <><h2>Answer</h2><Said text={sample.completion} class="block" /></>}
+      {sample.turns.length > 0 ? <Transcript turns={sample.turns} /> : (
+        <div class="asked">
+          <section><h2>Prompt</h2><Said text={sample.prompt} class="block" /></section>
+          <section><h2>Answer</h2><Said text={sample.completion} class="block" /></section>
+        </div>
+      )}
       <h2>Token by token</h2>
       {sample.tokens && sample.tokens.ids.length ? (
         <TokenView tokens={sample.tokens} />
       ) : (
         <Empty title="This sample has no numbers of single tokens.">A run records them with <code>run.log.tokens=all</code>; without it, means and extremes per answer.</Empty>
+      )}
+      {offers("group") && sample.group && sample.step !== null && !sample.eval && (
+        <>
+          <h2>Its group: from reward to advantage to loss</h2>
+          <GroupView run={run} step={sample.step} group={sample.group} uid={sample.uid} />
+        </>
+      )}
+      {offers("prompt") && sample.row && (
+        <>
+          <h2>This prompt over training</h2>
+          <PromptView run={run} prompt={sample.row} />
+        </>
       )}
       {Object.keys(training).length > 0 && (
         <details class="more">
@@ -58,6 +74,7 @@ function Whole({ run, sample }: { run: string; sample: Sample }) {
 function brief(value: unknown): string {
   if (typeof value === "number") return String(value);
   if (value === null || value === undefined) return "–";
+  if (typeof value === "object" && "mean" in value && "min" in value && "max" in value && value.min === value.max) return String(value.mean);
   if (typeof value === "object" && !Array.isArray(value)) return Object.entries(value).map(([name, one]) => `${name} ${typeof one === "number" ? show(one) : String(one)}`).join(", ");
   return typeof value === "string" ? value : JSON.stringify(value);
 }

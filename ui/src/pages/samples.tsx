@@ -98,7 +98,7 @@ function Pages({ found, set }: { found: Samples; set(changes: Query): void }) {
 
 function Table({ run, rows }: { run: string; rows: SampleLine[] }) {
   return (
-    <div class="panel">
+    <div class="panel" tabIndex={0} role="region" aria-label="Samples">
       <table class="samples">
         <thead>
           <tr><th>Step</th><th>Prompt</th><th>Answer</th><th class="number">Reward</th><th class="number">Advantage</th><th class="number">Tokens</th><th>Stop</th><th><span class="hidden">Open</span></th></tr>
