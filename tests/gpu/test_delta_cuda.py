@@ -22,9 +22,10 @@ from reinforge.core.batch import Batch
 from reinforge.core.sample import Sample
 from reinforge.models import delta_rule, recurrences
 from reinforge.models.causal import CausalModel
-from reinforge.models.delta_rule import SegmentTable, chunked, token_by_token
+from reinforge.models.delta_rule import chunked, token_by_token
 from reinforge.models.exact import RowWiseMode
 from reinforge.models.recurrences import GatedDelta
+from reinforge.models.segment_table import SegmentTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter has no other

@@ -30,12 +30,12 @@ from reinforge.models.attention import HAS_TRITON
 from reinforge.models.decoding import is_decoding
 from reinforge.models.delta_rule import (
     LARGEST_KEY,
-    SegmentTable,
     chunked,
     proven,
     token_by_token,
 )
 from reinforge.models.exact import RowWiseMode
+from reinforge.models.segment_table import SegmentTable
 from reinforge.models.state import StateShape
 
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from reinforge.core.arrays import ints, to_device
 from reinforge.models.attention import HAS_TRITON, tile_runs
-from reinforge.models.delta_rule import SegmentTable
 from reinforge.models.exact import RowWiseMode
+from reinforge.models.segment_table import SegmentTable
 
 StateKey = tuple[int, int, int]  # the layer, the mixer in it, and which of its states
 StateShape = tuple[tuple[int, ...], torch.dtype]  # of one sequence

@@ -29,8 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.delta_rule import CHUNK as TOKENS
-from reinforge.models.delta_rule import SegmentTable
+from reinforge.models.segment_table import CHUNK as TOKENS
+from reinforge.models.segment_table import SegmentTable
 
 CHUNK = tl.constexpr(TOKENS)
 # columns of a table of segments
@@ -509,7 +509,7 @@ def _inputs(
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunks:
+class _ChunkStates:
     """What `_prepare` makes of the inputs."""
 
     queries: Tensor  # [N, H, D] with norm and scale
@@ -546,10 +546,10 @@ def _line_strides(*parts: Tensor) -> list[int]:
 
 def _prepared(
     parts: tuple[Tensor, ...], table: SegmentTable, normed: bool, tiles: dict[str, Any]
-) -> _Chunks:
+) -> _ChunkStates:
     query, key, value, decay, beta = parts
     tokens, heads, size = query.shape
-    made = _Chunks(
+    made = _ChunkStates(
         queries=query.new_empty(tokens, heads, size),
         keys=query.new_empty(tokens, heads, size),
         grown=query.new_empty(tokens, heads, dtype=torch.float32),
@@ -585,7 +585,7 @@ def _prepared(
 
 
 def _advanced(
-    made: _Chunks,
+    made: _ChunkStates,
     table: SegmentTable,
     held: Tensor | None,
     ends: Tensor | None,
