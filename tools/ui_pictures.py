@@ -17,6 +17,26 @@ from chromium import Chromium
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "plots"
 DESKTOP = 1280
 PHONE = 390
+CLICK = "[...document.querySelectorAll('button')].find(one => one.textContent === '{}').click()"
+TYPE = """(() => {{
+  const it = document.querySelector('.ask textarea');
+  it.value = '{}';
+  it.dispatchEvent(new Event('input', {{ bubbles: true }}));
+}})()"""
+# what is done on a page before its picture is taken, and what must be there then
+ACTS = {
+    "data": ([CLICK.format("Show the rows")], ".rows li"),
+    "chat": (
+        [
+            TYPE.format("5+3+2+9="),
+            "new Promise(done => setTimeout(done, 300))",
+            CLICK.format("Send"),
+        ],
+        ".answer",
+    ),
+}
+OPEN = "for (const one of document.querySelectorAll('.answer > details')) one.open = true"
+SECONDS = 300.0  # for a model to be loaded
 
 
 def pages(address: str, run: str, sick: str) -> list[tuple[str, str, str, int, int]]:
@@ -31,6 +51,8 @@ def pages(address: str, run: str, sick: str) -> list[tuple[str, str, str, int, i
         ("samples", f"#/samples?run={run}&order=-reward", ".samples tbody tr", DESKTOP, 620),
         ("sample", f"#/sample?run={run}&line={line}", ".piece", DESKTOP, 980),
         ("launch", "#/launch?recipe=chain_sum", ".plan .fine", DESKTOP, 900),
+        ("data", f"#/data?run={run}", ".field", DESKTOP, 560),
+        ("chat", f"#/chat?run={run}&run={sick}", ".ask", DESKTOP, 760),
         ("phone", f"#/run?run={run}", ".question svg .smooth", PHONE, 1180),
     ]
 
@@ -49,6 +71,12 @@ def main(runs: Path, run: str, sick: str, target: Path = TARGET) -> None:
                         page.open(address + where)
                         page.wait_for(f"document.querySelector({json.dumps(wanted)}) !== null")
                         page.wait_for("document.querySelector('.loading') === null")
+                        acts, after = ACTS.get(name, ([], wanted))
+                        for act in acts:
+                            page.evaluate(act)
+                        there = f"document.querySelector({json.dumps(after)}) !== null"
+                        page.wait_for(there, SECONDS)
+                        page.evaluate(OPEN)
                         file = target / f"ui_{name}{'_dark' if dark else ''}.png"
                         file.write_bytes(page.picture(height))
                         assert not page.errors, f"{where}: {page.errors}"

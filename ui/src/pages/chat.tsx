@@ -113,7 +113,7 @@ function Answer({ answer, side }: { answer: ChatAnswer; side?: Side }) {
       {answer.tokens.length > 0 && (
         <details>
           <summary>Log-probabilities</summary>
-          <TokenView tokens={{ ids: answer.tokens.map((_, i) => i), pieces: answer.tokens.map(one => one.piece), fields: { "log-probability": answer.tokens.map(one => one.logprob) }, differences: {} }} others={answer.tokens.map(one => one.top)} />
+          <TokenView tokens={{ ids: answer.tokens.map((_, i) => i), pieces: answer.tokens.map(one => one.piece), fields: { "log-probability": answer.tokens.map(one => one.logprob) }, differences: {} }} others={answer.tokens.map(one => [...one.top].sort((a, b) => b[1] - a[1]))} />
         </details>
       )}
     </article>
