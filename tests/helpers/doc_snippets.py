@@ -56,8 +56,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
         content = page.read_text(encoding="utf-8")
         without = FENCE.sub(lambda match: "\n" * match[0].count("\n"), content)
         for match in INLINE.finditer(without):
-            line = without[: match.start()].count("\n") + 1
-            where = f"{page.relative_to(ROOT).as_posix()}:{line}"
+            number = without[: match.start()].count("\n") + 1
+            where = f"{page.relative_to(ROOT).as_posix()}:{number}"
             for words in split(match[1]):
                 yield where, words
 
