@@ -157,7 +157,7 @@ def make_app(options: AppOptions, token: str | None) -> Any:
         size: Annotated[int, Query(ge=1, le=500)] = 50,
     ) -> answers.SamplesPage:
         """Recorded samples, filtered."""
-        record = folder.record(run)
+        record = folder.record(run, fresh=bool(finding))
         wanted = SampleFilter(
             step=step,
             prompt=prompt,
@@ -190,7 +190,7 @@ def make_app(options: AppOptions, token: str | None) -> Any:
         prompt: Annotated[str, Query(max_length=NAME, description="The id of a row.")],
     ) -> answers.PromptPage:
         """The answers to one prompt over training."""
-        return group_pages.prompt_page(folder.record(run), prompt)
+        return group_pages.prompt_page(folder.record(run, fresh=False), prompt)
 
     @api.get("/api/compare")
     def compare(

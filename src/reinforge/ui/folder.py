@@ -66,8 +66,8 @@ class RunsFolder:
             )
         return path
 
-    def record(self, name: str) -> RunRecord:
-        """What was read of a run, brought up to date."""
+    def record(self, name: str, *, fresh: bool = True) -> RunRecord:
+        """What was read of a run; `fresh`: its metrics and events are brought up to date."""
         path = self.path_of(name)
         with self._lock:
             found = self._records.get(str(path))
@@ -76,5 +76,6 @@ class RunsFolder:
             self._records.move_to_end(str(path))
             while len(self._records) > KEPT:
                 self._records.popitem(last=False)
-        found.refresh()
+        if fresh:
+            found.refresh()
         return found

@@ -12,7 +12,7 @@ import re
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ FILE = "samples.jsonl"
 TEXT_BEGINS = b', "prompt": '
 TEXT_ENDS = b', "reward": '  # no text has these: a quote inside of one is escaped
 NONE = -1
+FAR = 2**62  # no number of a sample
+BLOCK = 64  # lines that are added at once
 ORDERS = ("newest", "oldest", "reward", "-reward", "length", "-length", "advantage", "-advantage")
 
 
@@ -83,45 +85,53 @@ class SampleIndex:
 
     def refresh(self) -> None:
         with self._lock:
+            block: list[tuple[int, bytes]] = []
             for offset, raw in self._tail.read():
                 if self._tail.restarted and offset == 0:
                     self._begin()
-                line = parse_line(raw)
-                if line is not None:
-                    self._add(offset, raw, line)
+                block.append((offset, raw))
+                if len(block) == BLOCK:
+                    self._add(block)
+                    block = []
             if self._tail.restarted and self._tail.offset == 0:
                 self._begin()
+            self._add(block)
 
-    def _add(self, offset: int, raw: bytes, line: Mapping[str, Any]) -> None:
-        n = len(self.offsets)
-        training = line.get("training")
-        told: Mapping[str, Any] = training if isinstance(training, dict) else {}
-        self.offsets.append(offset)
-        self._begins.append(offset + raw.find(TEXT_BEGINS))
-        self._ends.append(offset + raw.find(TEXT_ENDS))
-        step = line.get("step")
-        self._steps.append(step if isinstance(step, int) else NONE)
-        self._rewards.append(_number(line.get("reward")))
-        self._advantages.append(_number(advantage_of(told)))
-        length = line.get("length")
-        self._lengths.append(length if isinstance(length, int) else NONE)
-        stop = str(line.get("stop"))
-        code = self._stop_codes.setdefault(stop, len(self._stop_codes))
-        if code == len(self.stop_names):
-            self.stop_names.append(stop)
-        self._stops.append(code)
-        self._rows.append(self._row_codes.setdefault(str(line.get("row")), len(self._row_codes)))
-        self._flags.append(bool(line.get("eval")) | 2 * bool(told.get("no_signal")))
-        self._texts.append(hash((step, line.get("completion"))))
-        parts = line.get("components")
-        for name, value in (parts if isinstance(parts, dict) else {}).items():
-            column = self._components.get(name)
-            if column is None:
-                column = self._components[name] = array("d", [np.nan]) * n
-            column.append(_number(value))
-        for column in self._components.values():
-            if len(column) == n:
-                column.append(np.nan)
+    def _add(self, block: Sequence[tuple[int, bytes]]) -> None:
+        """Lines of the file, column by column."""
+        kept = [(at, raw, line) for at, raw in block if (line := parse_line(raw)) is not None]
+        lines = [line for _, _, line in kept]
+        training = [_object(line.get("training")) for line in lines]
+        stops = [str(line.get("stop")) for line in lines]
+        for stop in dict.fromkeys(stops):
+            if stop not in self._stop_codes:
+                self._stop_codes[stop] = len(self.stop_names)
+                self.stop_names.append(stop)
+        rows = self._row_codes
+        before = len(self.offsets)
+        self.offsets.extend([at for at, _, _ in kept])
+        self._begins.extend([at + raw.find(TEXT_BEGINS) for at, raw, _ in kept])
+        self._ends.extend([at + raw.find(TEXT_ENDS) for at, raw, _ in kept])
+        self._steps.extend([_whole(line.get("step")) for line in lines])
+        self._rewards.extend([_number(line.get("reward")) for line in lines])
+        self._advantages.extend([_number(advantage_of(told)) for told in training])
+        self._lengths.extend([_whole(line.get("length")) for line in lines])
+        self._stops.extend([self._stop_codes[stop] for stop in stops])
+        self._rows.extend([rows.setdefault(str(line.get("row")), len(rows)) for line in lines])
+        self._flags.extend(
+            [
+                bool(line.get("eval")) | 2 * bool(told.get("no_signal"))
+                for line, told in zip(lines, training, strict=True)
+            ]
+        )
+        self._texts.extend(
+            [hash((str(line.get("step")), str(line.get("completion")))) for line in lines]
+        )
+        parts = [_object(line.get("components")) for line in lines]
+        for name in dict.fromkeys(name for part in parts for name in part):
+            self._components.setdefault(name, array("d", [np.nan]) * before)
+        for name, column in self._components.items():
+            column.extend([_number(part.get(name)) for part in parts])
 
     # ---- asking ----
 
@@ -252,7 +262,17 @@ def _comparison(asked: str) -> tuple[str, str, float]:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else np.nan
+    if type(value) is float:
+        return value
+    return float(value) if type(value) is int and abs(value) < FAR else np.nan
+
+
+def _whole(value: Any) -> int:
+    return value if type(value) is int and abs(value) < FAR else NONE
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _view(column: Any) -> NDArray[Any]:

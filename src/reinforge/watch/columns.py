@@ -19,7 +19,12 @@ HIDDEN = re.compile(r"(share|time)/|eval/.*_(low|high)$|step$|time$|nonfinite$")
 
 
 def number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
 
 
 @dataclass

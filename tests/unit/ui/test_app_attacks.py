@@ -165,6 +165,7 @@ def test_logs_that_make_no_sense_break_nothing(runs: Path, tmp_path: Path) -> No
         b'{"step": "one", "prompt": 3, "completion": null, "reward": "nan", "components": [1],'
         b' "stop": {}, "length": "long", "training": [], "turns": {"a": 1}}\n'
         b'{"training": {"by_token": {"ids": ["a"], "ratio": [1]}, "advantage": {}}, "turns": [1]}\n'
+        b'{"step": 1' + b"0" * 400 + b', "reward": 1' + b"0" * 400 + b', "length": true}\n'
         b"null\n"
     )
     (odd / "events.jsonl").write_bytes(b'{"kind": {"a": 1}, "time": "now", "step": "x"}\n{}\n')
@@ -173,6 +174,6 @@ def test_logs_that_make_no_sense_break_nothing(runs: Path, tmp_path: Path) -> No
         assert client.get("runs")[0]["run"] == "odd"
         for path in ("run", "curves", "phases", "config", "samples"):
             client.get(path, run="odd")
-        for line in (0, 1):
+        for line in (0, 1, 2):
             client.get("sample", run="odd", line=line)
-        client.get("sample", 404, run="odd", line=2)
+        client.get("sample", 404, run="odd", line=3)
