@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import webbrowser
+from typing import Any
 from urllib.parse import quote
 
-from reinforge.core.errors import InputError
+from reinforge.core.errors import EXIT_TERMINATED, InputError
 from reinforge.serve.options import ServeOptions, is_loopback, listen
 from reinforge.ui.options import KEY, AppOptions
 
@@ -35,7 +37,13 @@ def serve_app(options: AppOptions, *, show: bool) -> None:
         print(f"{options.root}: {address}  (Ctrl-C ends)", flush=True)
         if show:
             webbrowser.open(address)
+        # uvicorn gives the signal back when it is done: then what the app started is ended too
+        signal.signal(signal.SIGTERM, _end)
         run(app, listener, options.limits)
+
+
+def _end(number: int, frame: Any) -> None:
+    raise SystemExit(EXIT_TERMINATED)
 
 
 def token_of(options: AppOptions) -> str | None:
