@@ -31,14 +31,14 @@ def serve_app(options: AppOptions, *, show: bool) -> None:
             where="ui",
             fix="pip install 'reinforge[ui]'",
         ) from error
+    # uvicorn gives the signal back when it is done: then what the app started is ended too
+    signal.signal(signal.SIGTERM, _end)
     with listen(ServeOptions(host=options.host, port=options.port)) as listener:
         app = make_app(options, token)
         address = address_of(options.host, listener.getsockname()[1], token)
         print(f"{options.root}: {address}  (Ctrl-C ends)", flush=True)
         if show:
             webbrowser.open(address)
-        # uvicorn gives the signal back when it is done: then what the app started is ended too
-        signal.signal(signal.SIGTERM, _end)
         run(app, listener, options.limits)
 
 

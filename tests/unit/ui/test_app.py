@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from helpers.web_app import AppClient, web_app
+from reinforge.core.errors import EXIT_TERMINATED
 from reinforge.ui.sample_index import SampleFilter, SampleIndex
 from reinforge.watch.runs import show_run
 from reinforge.watch.why import advantage_of
@@ -186,3 +190,12 @@ def test_texts_are_found_whatever_is_in_them(tmp_path: Path) -> None:
         assert index.read(number)["completion"] == text.replace("\ud800", "\\ud800")
     assert index.select(SampleFilter(text="needle")).tolist() == []  # of a row's id, no text
     assert index.select(SampleFilter(unscored=True), "oldest").tolist() == [0, 1, 2, 3, 4]
+
+
+def test_an_app_that_is_asked_to_end_ends_as_other_commands_do(tmp_path: Path) -> None:
+    """Not by the signal itself: what it started (a checkpoint that talks) must be ended too."""
+    command = [sys.executable, "-m", "reinforge", "ui", str(tmp_path), "--port", "0", "--no-open"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as app:
+        assert app.stdout is not None and "http://127.0.0.1:" in app.stdout.readline()
+        app.send_signal(signal.SIGTERM)
+        assert app.wait(timeout=60) == EXIT_TERMINATED
