@@ -292,9 +292,17 @@ class RunHistory:
         value = self.config.get(key)
         return otherwise if value is None else value
 
+    @property
+    def reward_names(self) -> list[str]:
+        """In the order of the configuration."""
+        names: list[str] = []
+        while (name := self.config.get(f"rewards.{len(names)}.name")) is not None:
+            names.append(str(name))
+        return names
+
     def most_reward(self) -> float | None:
         """What an answer that gets everything is given: the sum of the positive weights."""
-        weights: list[float] = []
-        while self.config.get(f"rewards.{len(weights)}.name") is not None:
-            weights.append(float(self.setting(f"rewards.{len(weights)}.weight", 1.0)))
+        weights = [
+            float(self.setting(f"rewards.{i}.weight", 1.0)) for i in range(len(self.reward_names))
+        ]
         return math.fsum(w for w in weights if w > 0) if weights else None

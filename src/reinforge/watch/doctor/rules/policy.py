@@ -33,12 +33,22 @@ def entropy_collapse(history: RunHistory) -> Trouble | None:
     assert whole is not None
     if whole.median < DETERMINISTIC and warm < 1:
         what = (
-            f"The policy answers nearly without chance (rollout.temperature {warm:g}): half of the"
-            f" steps have an entropy below {whole.median:.2g}"
+            f"Answers are sampled almost greedily (rollout.temperature {warm:g}; the median entropy"
+            f" is {whole.median:.2g} nats per token)"
         )
+        fix = (
+            "Raise rollout.temperature, 1 is usual: a group teaches something only where its"
+            " answers differ."
+        )
+        since = history.steps[0]
         knob = Knob("rollout.temperature", 1.0, warm)
     elif late.mean < GONE * early.mean:
         what = f"Entropy collapsed from {early.mean:.3g} to {late.mean:.3g} nats per token"
+        fix = (
+            "Keep it exploring: an entropy bonus (algorithm.entropy, or algorithm.entropy_target),"
+            " a larger algorithm.clip.high, a lower train.learning_rate."
+        )
+        since = late.steps[0]
         bonus = history.setting("algorithm.entropy", 0.0)
         knob = Knob("algorithm.entropy", 3 * bonus or 0.01, bonus)
     else:
@@ -47,9 +57,8 @@ def entropy_collapse(history: RunHistory) -> Trouble | None:
         "entropy_collapse",
         f"{what} at a reward of {reward.mean:.3g}: in {ties.mean:.0%} of the groups all answers get"
         " the same, and nothing better is found any more.",
-        "Keep it exploring: an entropy bonus (algorithm.entropy, or algorithm.entropy_target), a"
-        " larger algorithm.clip.high, a lower train.learning_rate.",
-        since=late.steps[0],
+        fix,
+        since=since,
         knob=knob,
         evidence=(change(early, late), str(ties), str(reward)),
     )

@@ -61,13 +61,14 @@ def constant_reward(history: RunHistory) -> Trouble | None:
         return None
     value = means.pop()
     other = "already solved" if value else "far too hard"
+    given = f" ({', '.join(history.reward_names)})" if history.reward_names else ""
     return Trouble(
         "constant_reward",
         f"Every answer in {steps(len(history))} got the same reward, {value:.4g}: there was"
         " nothing to learn from.",
-        f"Does the reward read answers as they are written, or is the task {other}? `reinforge"
-        " runs why RUN --group 0` shows prompts, answers and rewards; `reinforge check rewards"
-        " RUN/config.json` tries right and wrong answers on each reward.",
+        f"Does the reward{given} read answers as they are written, or is the task {other}?"
+        " `reinforge runs why RUN --group 0` shows prompts, answers and rewards; `reinforge check"
+        " rewards RUN/config.json` tries right and wrong answers on each reward.",
         since=history.steps[0],
         evidence=(f"reward/std is 0 in all {steps(len(history))}",),
     )
