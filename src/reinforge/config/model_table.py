@@ -37,7 +37,7 @@ FEATURES = {
     "qlora": "LoRA on a base in 4 bits",
     "exact": "`model.exact`: sampling and training have the same bits",
     "fp8": "`rollout.precision: fp8`",
-    "gguf": "`reinforge export --gguf`",
+    "gguf": "`reinforge export --gguf f16`",
 }
 COLUMNS = {**ENGINES, **BACKENDS, **FEATURES}
 # these differ most from one architecture to another

@@ -122,7 +122,9 @@ def test_minibatches_and_kl_of_verl(tmp_path: Path) -> None:
 
 
 def test_experts_of_verl(tmp_path: Path) -> None:
-    """Replay of what was sampled has one name here, and no servers; Megatron's layers are dense."""
+    """Replay of what was sampled has one name here; SGLang is not asked for it; Megatron's layers
+    are dense.
+    """
     config = f"{ACTOR}.megatron.override_transformer_config"
     text = (
         f"{GRPO} {ACTOR}.strategy=megatron {ACTOR}.router_replay.mode=R3"
@@ -130,8 +132,10 @@ def test_experts_of_verl(tmp_path: Path) -> None:
         f" +{config}.moe_router_bias_update_rate=0.001 +{config}.moe_aux_loss_coeff=0.01"
     )
     served = migrated(tmp_path, "run.sh", f"{text} actor_rollout_ref.rollout.name=vllm")
-    assert "router_replay" not in served.config["train"]
-    assert "not asked where its tokens went" in note(served, f"{ACTOR}.router_replay.mode").says
+    assert served.config["train"]["router_replay"] == "on"
+    other = migrated(tmp_path, "run.sh", f"{text} actor_rollout_ref.rollout.name=sglang")
+    assert "router_replay" not in other.config["train"]
+    assert "not asked where its tokens went" in note(other, f"{ACTOR}.router_replay.mode").says
     own = migrated(tmp_path, "run.sh", f"{text} actor_rollout_ref.rollout.name=hf")
     train = own.config["train"]
     assert train["router_replay"] == "on" and train["router_bias_rate"] == 0.001
