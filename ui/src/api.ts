@@ -19,6 +19,7 @@ export interface RunLine {
   reward: number | null;
   best_eval: BestEval | null;
   troubles: string[];
+  causes: { what: string; knob: Knob | null }[];
   tags: string[];
   updated: number;
   spark: [number, number | null][];
@@ -38,7 +39,7 @@ export interface Finding {
   knob: Knob | null;
 }
 
-export interface RunEvent { time: number | null; step: number | null; kind: string; text: string }
+export interface RunEvent { time: number | null; step: number | null; until: number | null; count: number; kind: string; text: string }
 
 export interface Checkpoint { step: number; bytes: number; path: string }
 
@@ -242,6 +243,10 @@ export interface Sample {
   length: number | null;
   stop: string | null;
   eval: boolean;
+  at: number | null; // its place in the list that was asked for
+  total: number;
+  previous: number | null;
+  next: number | null;
   training: Record<string, unknown>;
   turns: Turn[];
   tokens: Tokens | null;

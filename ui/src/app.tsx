@@ -35,7 +35,7 @@ function Page({ route, info }: { route: Route; info: Info | null }) {
     case "samples":
       return <SamplesPage key={run} run={run} query={route.query} />;
     case "sample":
-      return <SamplePage key={run} run={run} line={Number(route.query.get("line"))} />;
+      return <SamplePage key={run} run={run} line={Number(route.query.get("line"))} query={route.query} />;
     case "compare":
       return <ComparePage runs={route.query.getAll("run")} />;
     case "chat":

@@ -6,6 +6,8 @@ import { percent } from "./words";
 
 export interface View { smoothing: number; axis: 0 | 1 }
 
+export const VIEW: View = { smoothing: 0.6, axis: 0 }; // how curves are drawn at first
+
 export function useWidth<T extends HTMLElement>(): [{ current: T | null }, number] {
   const home = useRef<T>(null);
   const [width, setWidth] = useState(0);
@@ -49,7 +51,7 @@ export function Drawn({ series, view, name, evaluation, healthy = null, spread =
   const near = useNear(home);
   useLayoutEffect(() => {
     if (!home.current || !width || !near) return;
-    home.current.replaceChildren(curve(series, { ...view, name, evaluation, healthy, spread, width, say }));
+    home.current.replaceChildren(curve(series, { ...view, name, evaluation, healthy, spread, width, say, raw: true, unit: true }));
   }, [series, view.smoothing, view.axis, width, near, healthy]);
   return <div ref={home} class="drawn" />;
 }
@@ -60,6 +62,7 @@ function rangeText([low, high]: [number | null, number | null]): string {
   return `${show(low)} to ${show(high)}`;
 }
 
+/** Whether a curve, as it is drawn, ends outside its healthy range. */
 export function outside(one: Curve, smoothing: number): boolean {
   const last = (one.evaluation ? one.points.map(p => p[2]) : smooth(one.points.map(p => p[2]), smoothing)).filter(v => v !== null).at(-1);
   if (last === undefined || last === null || !one.healthy) return false;
@@ -77,7 +80,7 @@ export function CurveCard({ curve: one, view }: { curve: Curve; view: View }) {
       <h3><span class="name" title={one.name}>{one.title || one.name}</span><output>{said}</output></h3>
       <p class="says">
         {one.says}
-        {one.healthy && <span class={bad ? "range out" : "range"}>{bad ? "outside: healthy " : "healthy "}{rangeText(one.healthy)}</span>}
+        {one.healthy && <span class={bad ? "range out" : "range"}>{bad ? (outside(one, 0) ? "outside: healthy " : "lately outside: healthy ") : "healthy "}{rangeText(one.healthy)}</span>}
       </p>
       <Drawn series={series.current} view={view} name={`${one.title || one.name} over ${view.axis ? "minutes" : "steps"}`} evaluation={one.evaluation} healthy={one.healthy} say={setSaid} />
     </article>

@@ -18,6 +18,8 @@ export interface CurveOptions {
   name: string; // for those who do not see it
   healthy?: [number | null, number | null] | null;
   spread?: boolean; // intervals as an area
+  raw?: boolean; // at rest the last value is said, not the smoothed one
+  unit?: boolean; // what never moves between 0 and 1 gets that whole range
   say(text: string): void; // what stands under the cursor, or the last value
 }
 
@@ -127,7 +129,9 @@ export function curve(series: Series[], options: CurveOptions): SVGSVGElement {
   const across = lines.flatMap(line => line.at);
   const seen = series.flatMap(one => one.points.flatMap(p => [p[2], p[3], p[4]])).filter(known);
   const xs = ticks(...extent(across, [0, 1]), 6);
-  const ys = ticks(...extent(seen, [0, 1]), 4);
+  const [low, high] = extent(seen, [0, 1]);
+  const share = options.unit && low === high && low >= 0 && high <= 1;
+  const ys = ticks(...((share ? [0, 1] : [low, high]) as [number, number]), 4);
   if (across.length === 1) xs.marks = across;
   const x = scale(xs.low, xs.high, left, width - right);
   const y = scale(ys.low, ys.high, height - bottom, top);
@@ -172,7 +176,7 @@ function listen(svg: SVGSVGElement, lines: Line[], cursor: Element, x: Scale, op
   const { evaluation, width } = options;
   const several = lines.length > 1;
   const named = (line: Line, text: string) => (several && line.label ? `${line.label} ${text}` : text);
-  const last = lines.map(line => named(line, show(line.curve.filter(known).at(-1)))).join(" · ");
+  const last = lines.map(line => named(line, show((options.raw ? line.points.map(p => p[2]) : line.curve).filter(known).at(-1)))).join(" · ");
   const places = [...new Set(lines.flatMap(line => line.at))].sort((a, b) => a - b);
   let place = places.length - 1;
   options.say(last);

@@ -1,6 +1,7 @@
 // A form made from the JSON schema of the configuration. What is left as it is stays out of the configuration.
 import { load, dump } from "js-yaml";
 import { useState } from "preact/hooks";
+import { Coded } from "./parts";
 import { resolve, settings, valueAt, type Config, type Schema, type Setting } from "./schema";
 
 export interface Problem { where: string | null; what: string; fix: string | null }
@@ -63,7 +64,7 @@ export function Input({ setting, title, ...common }: Common & { setting: Setting
       {setting.kind === "list" ? <List id={id} setting={setting} {...common} /> : (
         <Control id={id} setting={setting} value={value} change={given => common.set(setting.key, given)} described={described} invalid={wrong.length > 0} />
       )}
-      {setting.help && <p id={`${id}-help`} class="help">{setting.help}</p>}
+      {setting.help && <p id={`${id}-help`} class="help"><Coded text={setting.help} /></p>}
       {wrong.length > 0 && <p id={`${id}-wrong`} class="bad" role="alert">{wrong.map(one => [one.what, one.fix].filter(Boolean).join(" ")).join(" ")}</p>}
     </div>
   );
@@ -73,14 +74,17 @@ interface ControlProps { id: string; setting: Setting; value: unknown; change(va
 
 function Control({ id, setting, value, change, described, invalid }: ControlProps) {
   const common = { id, "aria-describedby": described, "aria-invalid": invalid };
-  const unset = setting.fallback === undefined || setting.fallback === null ? "default" : `default: ${written(setting.fallback)}`;
+  const unset = setting.required ? "choose …" : setting.fallback === undefined || setting.fallback === null ? "not set" : `default: ${written(setting.fallback)}`;
   if (setting.kind === "switch" || setting.kind === "choice") {
     const choices = setting.kind === "switch" ? ["true", "false"] : setting.choices;
+    const own = value === undefined ? "" : String(value);
+    const options = (names: string[]) => names.map(name => <option key={name} value={name}>{name}</option>);
     const read = (text: string) => (text === "" ? undefined : setting.kind === "switch" ? text === "true" : setting.schema.enum?.find(one => String(one) === text) ?? text);
     return (
-      <select {...common} value={value === undefined ? "" : String(value)} onChange={event => change(read(event.currentTarget.value))}>
+      <select {...common} value={own} onChange={event => change(read(event.currentTarget.value))}>
         <option value="">{unset}</option>
-        {choices.map(name => <option key={name} value={name}>{name}</option>)}
+        {own !== "" && !choices.includes(own) && options([own])}
+        {setting.groups.length ? setting.groups.map(([name, names]) => <optgroup key={name} label={name}>{options(names)}</optgroup>) : options(choices)}
       </select>
     );
   }

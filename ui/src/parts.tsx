@@ -1,8 +1,9 @@
 // Small pieces that several pages use.
 import type { ComponentChildren } from "preact";
-import type { Answer, Failure, State } from "./api";
+import type { Answer, Failure, Knob, State } from "./api";
 import { spark } from "./draw";
-import { visible } from "./words";
+import { link } from "./route";
+import { setting, visible } from "./words";
 
 export function Badge({ state }: { state: State }) {
   return <span class={`badge ${state}`}>{state}</span>;
@@ -13,6 +14,7 @@ export function Trouble({ failure, again }: { failure: Failure; again?(): void }
     <div class="failure" role="alert">
       <b>{failure.where ? `${failure.where}: ` : ""}{failure.what}</b>
       {failure.fix && <span> {failure.fix}</span>}
+      {failure.status === 404 && failure.where === "run" && <a href={link("")}>All runs</a>}
       {again && <button type="button" class="quiet" onClick={again}>Try again</button>}
     </div>
   );
@@ -54,6 +56,17 @@ export function Progress({ share, label }: { share: number; label: string }) {
 /** What a model or a data set wrote: text, and nothing else. */
 export function Said({ text, class: name = "" }: { text: string; class?: string }) {
   return <div class={`said ${name}`} dir="auto">{visible(text)}</div>;
+}
+
+/** Our own texts: what stands between backticks is code. */
+export function Coded({ text }: { text: string }) {
+  return <>{text.split("`").map((part, i) => (i % 2 ? <code key={i}>{part}</code> : part))}</>;
+}
+
+/** A setting to turn: what it is, and what to try. */
+export function Turned({ knob }: { knob: Knob }) {
+  const was = knob.was !== null && knob.was !== undefined;
+  return <code class="turned">{knob.key} = {was && <><s>{setting(knob.was)}</s> </>}<b>{setting(knob.value)}</b></code>;
 }
 
 export function Field({ label, help, children, class: name = "" }: { label: string; help?: string; children: ComponentChildren; class?: string }) {

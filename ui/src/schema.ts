@@ -8,6 +8,7 @@ export interface Schema {
   description?: string;
   default?: unknown;
   enum?: unknown[];
+  groups?: [string, string[]][]; // of what to choose from; not in the server's schema
   const?: unknown;
   anyOf?: Schema[];
   items?: Schema;
@@ -29,6 +30,7 @@ export interface Setting {
   required: boolean;
   optional: boolean; // whether it may be null
   choices: string[];
+  groups: [string, string[]][]; // the same by headings, where there are some
 }
 
 export function resolve(schema: Schema, root: Schema): Schema {
@@ -59,6 +61,7 @@ export function settings(schema: Schema, root: Schema, prefix: string): Setting[
       required: (section.required ?? []).includes(name),
       optional: kinds.length < options.length,
       choices: (one.enum ?? []).map(String),
+      groups: one.groups ?? [],
     };
   });
 }
@@ -111,4 +114,51 @@ export function withValue(config: Config, key: string, value: unknown): Config {
   if (Object.keys(changed).length) copy[first] = changed;
   else delete copy[first];
   return copy;
+}
+
+/** The schema of one setting; null where there is none of that name. */
+function schemaAt(root: Schema, key: string): Schema | null {
+  let here: Schema = root;
+  for (const part of key.split(".")) {
+    const options = (here.anyOf ?? [here]).map(one => resolve(one, root));
+    const inside = options.map(one => (/^\d+$/.test(part) ? one.items : one.properties?.[part])).find(Boolean);
+    if (!inside) return null;
+    here = resolve(inside, root);
+  }
+  return here;
+}
+
+/** Whether a setting has the value that it has when nobody sets it. */
+export function isDefault(root: Schema, key: string, value: unknown): boolean {
+  const own = schemaAt(root, key);
+  return own !== null && "default" in own && JSON.stringify(own.default) === JSON.stringify(value);
+}
+
+/** What of a whole configuration was set: sections without their defaults. */
+export function withoutDefaults(root: Schema, config: Config, prefix = ""): Config {
+  const kept: Config = {};
+  for (const [name, value] of Object.entries(config)) {
+    const key = prefix ? `${prefix}.${name}` : name;
+    if (isDefault(root, key, value)) continue;
+    if (Array.isArray(value)) kept[name] = value.map((one, i) => (isSection(one) ? withoutDefaults(root, one, `${key}.${i}`) : one));
+    else if (isSection(value)) {
+      const inside = withoutDefaults(root, value, key);
+      if (Object.keys(inside).length) kept[name] = inside;
+    } else kept[name] = value;
+  }
+  return kept;
+}
+
+function isSection(value: unknown): value is Config {
+  return typeof value === "object" && value !== null && !Array.isArray(value);
+}
+
+/** A copy of the schema in which one setting, of a section that has one place, is chosen from a list. */
+export function withChoices(root: Schema, key: string, groups: [string, string[]][]): Schema {
+  const [first = "", name = ""] = key.split(".");
+  const section = resolve(root.properties?.[first] ?? {}, root);
+  const own = section.properties?.[name];
+  if (!own) return root;
+  const chosen: Schema = { ...own, enum: groups.flatMap(([, names]) => names), groups };
+  return { ...root, properties: { ...root.properties, [first]: { ...section, properties: { ...section.properties, [name]: chosen } } } };
 }

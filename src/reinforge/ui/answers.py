@@ -48,6 +48,19 @@ class BestEval(Answer):
     high: Number
 
 
+class KnobAnswer(Answer):
+    key: str
+    value: Any
+    was: Any
+
+
+class CauseLine(Answer):
+    """What speaks against a run, and the setting to turn."""
+
+    what: str
+    knob: KnobAnswer | None
+
+
 class RunLine(Answer):
     """One run in the list."""
 
@@ -63,16 +76,11 @@ class RunLine(Answer):
     reward: Number
     best_eval: BestEval | None
     troubles: list[str] = Field(description="What speaks against it, the first cause first.")
+    causes: list[CauseLine] = Field(description="The same, without what to read before.")
     tags: list[str]
-    updated: float
+    updated: float = Field(description="When it wrote last, by its own clock.")
     spark: list[list[Number]] = Field(description="[step, value] of its main metric.")
     spark_name: str | None
-
-
-class KnobAnswer(Answer):
-    key: str
-    value: Any
-    was: Any
 
 
 class DoctorFinding(Answer):
@@ -90,8 +98,12 @@ class DoctorFinding(Answer):
 
 
 class RunEvent(Answer):
+    """One event, or several that are the same."""
+
     time: Number
     step: int | None
+    until: int | None = Field(description="The step of the last of them.")
+    count: int
     kind: str
     text: str
 
@@ -241,6 +253,10 @@ class SamplePage(Answer):
     length: int | None
     stop: str | None
     eval: bool
+    at: int | None = Field(description="Its place among the samples that are asked for, from 0.")
+    total: int = Field(description="How many these are.")
+    previous: int | None = Field(description="The line of the sample before it.")
+    next: int | None
     training: dict[str, Any]
     turns: list[TurnAnswer]
     tokens: TokenTable | None
@@ -318,6 +334,11 @@ class ComparePage(Answer):
 class TagsAnswer(Answer):
     run: str
     tags: list[str]
+
+
+class AlgorithmLine(Answer):
+    name: str
+    family: str
 
 
 class RecipeLine(Answer):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 
+from reinforge.algorithms.catalogue import describe
 from reinforge.config.recipes import recipe_names, recipe_text, summary
 from reinforge.config.reference import json_schema
 from reinforge.core.errors import InputError
@@ -40,6 +41,38 @@ Words = Annotated[str, Query(max_length=NAME)]
 Order = Literal[
     "newest", "oldest", "reward", "-reward", "length", "-length", "advantage", "-advantage"
 ]
+
+
+def asked_samples(
+    step: Whole = None,
+    prompt: Annotated[Word, Query(description="The id of a row.")] = None,
+    text: Annotated[Word, Query(description="Part of a prompt or a completion.")] = None,
+    reward_min: Real = None,
+    reward_max: Real = None,
+    length_min: Whole = None,
+    length_max: Whole = None,
+    stop: Word = None,
+    component: Annotated[Word, Query(description="name, name>=0.5, name<1, name=0")] = None,
+    finding: Annotated[Word, Query(description="The kind of a finding.")] = None,
+    eval: bool | None = None,
+) -> tuple[SampleFilter, str]:
+    """Which samples a list of them has: a filter, and the kind of a finding that they show."""
+    wanted = SampleFilter(
+        step=step,
+        prompt=prompt,
+        text=text,
+        reward_min=reward_min,
+        reward_max=reward_max,
+        length_min=length_min,
+        length_max=length_max,
+        stop=stop,
+        component=component,
+        evaluation=eval,
+    )
+    return wanted, finding or ""
+
+
+AskedSamples = Annotated[tuple[SampleFilter, str], Depends(asked_samples)]
 REFUSALS: dict[int | str, dict[str, Any]] = {
     code: {"model": answers.ErrorAnswer} for code in (400, 401, 403, 404, 405, 408, 413, 422)
 }
@@ -141,43 +174,33 @@ def make_app(options: AppOptions, token: str | None) -> Any:
     @api.get("/api/samples")
     def samples(
         run: RunName,
-        step: Whole = None,
-        prompt: Annotated[Word, Query(description="The id of a row.")] = None,
-        text: Annotated[Word, Query(description="Part of a prompt or a completion.")] = None,
-        reward_min: Real = None,
-        reward_max: Real = None,
-        length_min: Whole = None,
-        length_max: Whole = None,
-        stop: Word = None,
-        component: Annotated[Word, Query(description="name, name>=0.5, name<1, name=0")] = None,
-        finding: Annotated[Word, Query(description="The kind of a finding.")] = None,
-        eval: bool | None = None,
+        asked: AskedSamples,
         order: Order = "newest",
         page: Annotated[int, Query(ge=0, le=10**7)] = 0,
         size: Annotated[int, Query(ge=1, le=500)] = 50,
     ) -> answers.SamplesPage:
         """Recorded samples, filtered."""
+        wanted, finding = asked
         record = folder.record(run, fresh=bool(finding))
-        wanted = SampleFilter(
-            step=step,
-            prompt=prompt,
-            text=text,
-            reward_min=reward_min,
-            reward_max=reward_max,
-            length_min=length_min,
-            length_max=length_max,
-            stop=stop,
-            component=component,
-            evaluation=eval,
-        )
         if finding:
             wanted = sample_pages.fitting(record, finding, wanted)
         return sample_pages.samples_page(record, wanted, order, page, size)
 
     @api.get("/api/sample")
-    def sample(run: RunName, line: Annotated[int, Query(ge=0, le=LARGEST)]) -> answers.SamplePage:
-        """All that is recorded of one sample, with its tokens where run.log.tokens is all."""
-        return sample_pages.sample_page(folder.record(run), line)
+    def sample(
+        run: RunName,
+        line: Annotated[int, Query(ge=0, le=LARGEST)],
+        asked: AskedSamples,
+        order: Order = "newest",
+    ) -> answers.SamplePage:
+        """All that is recorded of one sample, with its tokens where run.log.tokens is all; its
+        place, and the samples before and after it, in the list that the filter and order give.
+        """
+        wanted, finding = asked
+        record = folder.record(run)
+        if finding:
+            wanted = sample_pages.fitting(record, finding, wanted)
+        return sample_pages.sample_page(record, line, wanted, order)
 
     @api.get("/api/group")
     def group(run: RunName, step: Whole = None, group: Word = None) -> answers.GroupPage:
@@ -206,6 +229,11 @@ def make_app(options: AppOptions, token: str | None) -> Any:
     def schema() -> dict[str, Any]:
         """The JSON schema of configurations."""
         return json_schema()
+
+    @api.get("/api/algorithms")
+    def algorithms() -> list[answers.AlgorithmLine]:
+        """The names that algorithm.name may have."""
+        return [answers.AlgorithmLine(name=one["name"], family=one["family"]) for one in describe()]
 
     @api.get("/api/recipes")
     def recipes() -> list[answers.RecipeLine]:

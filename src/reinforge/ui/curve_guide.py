@@ -34,7 +34,7 @@ NOTES = (
         r"eval/accuracy",
         LEARNING,
         "Held-out accuracy",
-        "Share of held-out answers that get the whole reward; the band is its 95% interval.",
+        "Share of held-out answers that get the whole reward; the bars are its 95% interval.",
     ),
     CurveNote(
         r"eval/loss",
@@ -102,7 +102,13 @@ NOTES = (
         (None, hacking.DOMINATES),
     ),
     CurveNote(
-        r"reward/(std|.*)",
+        r"reward/std",
+        LEARNING,
+        "Spread of the reward",
+        "Standard deviation over the answers of a step. At 0 nothing is better than the rest.",
+    ),
+    CurveNote(
+        r"reward/.*",
         LEARNING,
         "",
         "One part of the reward, before its weight.",

@@ -62,7 +62,9 @@ class RunsFolder:
             found = False
         if not found:
             raise NoSuchRun(
-                f"there is no run {name!r}.", where="run", fix="GET /api/runs lists the runs."
+                f"there is no run {name!r}.",
+                where="run",
+                fix="The list of runs has all that there are.",
             )
         return path
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,6 +12,7 @@ import yaml
 
 from reinforge.ui import answers
 from reinforge.ui.curve_guide import QUESTIONS, note_of, rank_of
+from reinforge.ui.event_lines import event_lines
 from reinforge.ui.run_record import RunRecord
 from reinforge.ui.texts import sound
 from reinforge.watch.doctor.learning import is_learning
@@ -25,6 +26,9 @@ SPARK = 60  # points
 EVENTS = 500
 IDLE = re.compile(r"efficiency/idle_(\w+)")
 RECENT = 20
+COMMAND = re.compile(r"`reinforge [^`]*`")
+SPAN = "from the first to the last step"
+MINUTE = 60.0
 
 
 def run_line(record: RunRecord) -> answers.RunLine:
@@ -47,8 +51,13 @@ def _line(record: RunRecord, run: Mapping[str, Any]) -> dict[str, Any]:
         "eta_seconds": record.eta_seconds(),
         **{name: line[name] for name in ("algorithm", "model", "reward", "best_eval")},
         "troubles": run["troubles"],
+        "causes": [
+            {"what": trouble.what, "knob": _knob(trouble)}
+            for trouble in record.troubles()
+            if trouble.is_cause
+        ],
         "tags": record.tags(),
-        "updated": line["updated"],
+        "updated": record.told_at() or line["updated"],
         "spark": [[point[0], point[2]] for point in points],
         "spark_name": metric,
     }
@@ -74,11 +83,14 @@ def run_page(record: RunRecord, *, launched: bool) -> answers.RunPage:
         return answers.RunPage.model_validate(
             {
                 **_line(record, run),
-                "tiles": [list(tile) for tile in tiles(run, ends)],
-                "findings": [_finding(trouble) for trouble in record.troubles()],
+                "tiles": [
+                    *([label, said] for label, said in tiles(run, ends) if label != SPAN),
+                    *([[SPAN, _span(times[-1] - times[0])]] if ends else []),
+                ],
+                "findings": [_finding(trouble, record) for trouble in record.troubles()],
                 "learning": {"answer": learning.answer, "reasons": list(learning.reasons)},
                 "notes": run["notes"],
-                "events": [sound(_event(event)) for event in record.events[-EVENTS:]],
+                "events": sound(event_lines(record.events)[-EVENTS:]),
                 "checkpoints": [
                     {**c, "path": record.name_of_inside(c["path"])} for c in run["checkpoints"]
                 ],
@@ -91,34 +103,31 @@ def run_page(record: RunRecord, *, launched: bool) -> answers.RunPage:
         )
 
 
-def _finding(trouble: Trouble) -> dict[str, Any]:
+def _span(seconds: float) -> str:
+    """
+    >>> _span(2.43), _span(150.0)
+    ('2.4 s', '2.5 min')
+    """
+    return f"{seconds:.1f} s" if seconds < MINUTE else f"{seconds / MINUTE:.1f} min"
+
+
+def _knob(trouble: Trouble) -> dict[str, Any] | None:
     knob = trouble.knob
+    return None if knob is None else {"key": knob.key, "value": knob.value, "was": knob.was}
+
+
+def _finding(trouble: Trouble, record: RunRecord) -> dict[str, Any]:
+    place = shlex.quote(str(record.path))
     return {
         "kind": trouble.kind,
         "what": trouble.what,
-        "fix": trouble.fix,
+        "fix": COMMAND.sub(lambda found: found[0].replace("RUN", place), trouble.fix),
         "evidence": list(trouble.evidence),
         "since": trouble.since,
         "action": trouble.action,
         "because": trouble.because,
-        "knob": None if knob is None else {"key": knob.key, "value": knob.value, "was": knob.was},
+        "knob": _knob(trouble),
         "link": trouble.link,
-    }
-
-
-def _event(event: Mapping[str, Any]) -> dict[str, Any]:
-    step = event.get("step")
-    told = ", ".join(
-        f"{k}: {v if isinstance(v, str) else json.dumps(v)}"
-        for k, v in event.items()
-        if k not in ("time", "kind", "step") and v is not None
-    )
-    at = event.get("time")
-    return {
-        "time": at if isinstance(at, int | float) else None,
-        "step": step if isinstance(step, int) else None,
-        "kind": str(event.get("kind")),
-        "text": told,
     }
 
 

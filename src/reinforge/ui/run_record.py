@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.ui.sample_index import SampleIndex
-from reinforge.watch.columns import MetricColumns
+from reinforge.watch.columns import MetricColumns, number
 from reinforge.watch.doctor.doctor import Doctor
 from reinforge.watch.doctor.learning import SIGNS
 from reinforge.watch.doctor.trouble import Trouble
@@ -108,6 +109,12 @@ class RunRecord:
         recent = [t for t in times.values[-RECENT:] if t == t]
         left = max(0, steps - self.progress.step)
         return left * sum(recent) / len(recent) if recent else None
+
+    def told_at(self) -> float | None:
+        """When it wrote last, by its own clock: a copy of a run has other file times."""
+        events = [at for event in self.events[-1:] if (at := number(event.get("time"))) is not None]
+        told = [at for at in (*events, *self.columns.times[-1:]) if math.isfinite(at)]
+        return max(told, default=None)
 
     def samples(self) -> SampleIndex:
         """The index of its samples, brought up to date."""

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from reinforge.ui import answers
 from reinforge.ui.run_record import RunRecord
 from reinforge.ui.sample_index import SampleFilter
@@ -32,7 +34,9 @@ def fitting(record: RunRecord, finding: str, wanted: SampleFilter) -> SampleFilt
     if finding in ("constant_reward", "no_gradient"):
         return replace(wanted, idle=True)
     since = [t.since for t in record.troubles() if t.kind == finding and t.since is not None]
-    return replace(wanted, step_min=since[0], evaluation=False) if since else wanted
+    later = replace(wanted, step_min=since[0], evaluation=False) if since else wanted
+    # groups whose answers are all worth the same
+    return replace(later, idle=True) if finding == "entropy_collapse" else later
 
 
 def samples_page(
@@ -104,14 +108,17 @@ def _end(text: str) -> str:
     return text if len(text) <= TEXT else f"…{text[-TEXT:]}"
 
 
-def sample_page(record: RunRecord, line: int) -> answers.SamplePage:
-    """All that is recorded of one sample."""
+def sample_page(
+    record: RunRecord, line: int, wanted: SampleFilter, order: str
+) -> answers.SamplePage:
+    """All that is recorded of one sample, and which come before and after it in the list."""
     sample = record.samples().read(line)
     training = _training(sample)
     turns = sample.get("turns")
     return answers.SamplePage.model_validate(
         {
             **_common(line, sample),
+            **_place(record, line, wanted, order),
             "training": {k: v for k, v in training.items() if k != "by_token"},
             "turns": [_turn(turn) for turn in turns if isinstance(turn, dict)]
             if isinstance(turns, list)
@@ -119,6 +126,18 @@ def sample_page(record: RunRecord, line: int) -> answers.SamplePage:
             "tokens": _tokens(record.config.get("model.path"), training.get("by_token")),
         }
     )
+
+
+def _place(record: RunRecord, line: int, wanted: SampleFilter, order: str) -> dict[str, Any]:
+    found = record.samples().select(wanted, order)
+    places = np.flatnonzero(found == line).tolist()
+    at = places[0] if places else None
+    return {
+        "at": at,
+        "total": len(found),
+        "previous": int(found[at - 1]) if at else None,
+        "next": int(found[at + 1]) if at is not None and at + 1 < len(found) else None,
+    }
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:

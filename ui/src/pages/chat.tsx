@@ -3,6 +3,7 @@ import { useState } from "preact/hooks";
 import { Failure, send, useAnswer, type RunLine, type RunPage } from "../api";
 import { Empty, Field, Said, Trouble } from "../parts";
 import { TokenView } from "../tokens";
+import { counted } from "../words";
 
 interface Side { run: string; step: number | null }
 interface Message { role: "user" | "assistant"; content: string }
@@ -108,7 +109,7 @@ function Choose({ side, runs, change, remove }: { side: Side; runs: RunLine[]; c
 function Answer({ answer, side }: { answer: ChatAnswer; side?: Side }) {
   return (
     <article class="answer">
-      <p class="soft">{side?.run}{side?.step !== null && side?.step !== undefined ? `, step ${side.step}` : ""} <span class="number">{answer.tokens.length} tokens, {answer.seconds.toFixed(1)} s</span></p>
+      <p class="soft">{side?.run}{side?.step !== null && side?.step !== undefined ? `, step ${side.step}` : ""} <span class="number">{counted(answer.tokens.length, "token")}, {answer.seconds.toFixed(1)} s</span></p>
       <Said text={answer.text} />
       {answer.tokens.length > 0 && (
         <details>

@@ -1,9 +1,9 @@
 // Several runs over each other: their curves, what they were told differently, and where they part.
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { useAnswer, type RunLine } from "../api";
-import { Drawn, ViewControls, type View } from "../chart";
+import { Drawn, VIEW, ViewControls, type View } from "../chart";
 import type { Point, Series } from "../draw";
-import { Empty, Shown } from "../parts";
+import { Empty, Shown, Turned } from "../parts";
 import { link, replace } from "../route";
 import { setting } from "../words";
 
@@ -42,13 +42,32 @@ export function ComparePage({ runs }: { runs: string[] }) {
           </select>
         )}
       </div>
-      {runs.length < 2 ? <Empty title="Choose two runs or more.">Their curves are drawn over each other, and settings that differ stand side by side.</Empty> : <Both runs={runs} />}
+      {runs.length < 2 ? <Empty title="Choose two runs or more.">Their curves are drawn over each other, and settings that differ stand side by side.</Empty> : <>
+        <Against lines={runs.map(run => all.find(one => one.run === run)).filter(one => one !== undefined)} />
+        <Both runs={runs} />
+      </>}
     </>
   );
 }
 
+/** What the doctor found in each of them. */
+function Against({ lines }: { lines: RunLine[] }) {
+  if (!lines.some(one => one.causes.length)) return null;
+  return (
+    <section class="findings" aria-label="What the doctor found">
+      {lines.map((one, i) => (
+        <p key={one.run} class={`finding ${one.causes.length ? "bad" : "fine"}`}>
+          <span class={`pick tint${i % MOST}`}><i /><a href={link("run", { run: one.run })}><b>{one.run}</b></a></span>{" "}
+          {one.causes[0]?.what ?? "Nothing speaks against it."}
+          {one.causes[0]?.knob && <span class="knob"><span>Try</span> <Turned knob={one.causes[0].knob} /></span>}
+        </p>
+      ))}
+    </section>
+  );
+}
+
 function Both({ runs }: { runs: string[] }) {
-  const [view, setView] = useState<View>({ smoothing: 0.8, axis: 0 });
+  const [view, setView] = useState<View>(VIEW);
   const [search, setSearch] = useState("");
   const [known, setKnown] = useState<string[]>([]);
   const names = search ? known.filter(name => name.includes(search)).slice(0, SHOWN) : [];
@@ -102,8 +121,8 @@ function Card({ shared, runs, view }: { shared: Shared; runs: string[]; view: Vi
 function Differences({ found }: { found: Compared }) {
   return (
     <div class="panel" tabIndex={0} role="region" aria-label="Settings that differ">
-      <table>
-        <thead><tr><th>Setting</th>{found.runs.map((run, i) => <th key={run} class={`tint${i % MOST}`}><span class="pick"><i />{run}</span></th>)}</tr></thead>
+      <table class="differ">
+        <thead><tr><th>Setting</th>{found.runs.map((run, i) => <th key={run} class={`tint${i % MOST}`}><span class="pick"><i /><a href={link("run", { run })}>{run}</a></span></th>)}</tr></thead>
         <tbody>
           {found.config.map(({ key, values }) => (
             <tr key={key}><th scope="row">{key}</th>{values.map((value, i) => <td key={i}><code>{value === null || value === undefined ? "–" : setting(value)}</code></td>)}</tr>

@@ -1,9 +1,10 @@
 // Data as the trainer sees it (template, trained tokens, what is dropped and why), and rewards tried on typed text.
-import { useState } from "preact/hooks";
-import { Failure, get, send, useAnswer, type ConfigPage, type RunLine } from "../api";
+import { useEffect, useState } from "preact/hooks";
+import { Failure, get, send, useAnswer, type ConfigPage, type RunLine, type SampleLine, type Samples } from "../api";
 import { show } from "../draw";
 import { Empty, Field, Said, Trouble } from "../parts";
-import { visible } from "../words";
+import { link } from "../route";
+import { counted, visible } from "../words";
 
 interface Piece { text: string; trained: boolean }
 interface RowText { title: string; pieces: Piece[]; tokens: number; trained: number }
@@ -42,7 +43,7 @@ export function DataPage({ query }: { query: URLSearchParams }) {
   const runs = useAnswer<RunLine[]>("api/runs").value ?? [];
   const [run, setRun] = useState(query.get("run") ?? "");
   const [yaml, setYaml] = useState("");
-  const [view, setView] = useState<"data" | "rewards">("data");
+  const [view, setView] = useState<"data" | "rewards">(query.get("view") === "rewards" ? "rewards" : "data");
   const source: Source | null = run ? { run } : yaml.trim() ? { yaml } : null;
   return (
     <>
@@ -105,9 +106,9 @@ function Browse({ source }: { source: Source | null }) {
         <>
           <p class="soft">{[...found.read_as, `shown: ${found.trains}`, found.rendered && `rendered: ${found.rendered}`].filter(Boolean).join("; ")}</p>
           {found.tokens > 0 && (
-            <p class="soft number">
+            <p class="soft">
               {found.tokens.toLocaleString("en")} tokens{found.trained ? `, ${found.trained.toLocaleString("en")} of them trained` : ""}; of a text {Object.entries(found.lengths).map(([name, n]) => `${name} ${n.toLocaleString("en")}`).join(", ")}
-              {found.limit !== null && `; ${found.limit.toLocaleString("en")} fit`}
+              {found.limit !== null && `; at most ${counted(found.limit, "token")} of a text fit`}
             </p>
           )}
           {found.bad_rows > 0 && (
@@ -147,9 +148,24 @@ function RowCard({ row }: { row: Row }) {
 function Rewards({ source }: { source: Source | null }) {
   const [prompt, setPrompt] = useState("");
   const [completion, setCompletion] = useState("");
-  const [columns, setColumns] = useState('{"answer": "12"}');
+  const [columns, setColumns] = useState("");
   const [scores, setScores] = useState<Score[] | null>(null);
   const [failure, setFailure] = useState<Failure | null>(null);
+  const run = source && "run" in source ? source.run : null;
+  const [from, setFrom] = useState<SampleLine | null>(null); // the sample of the run that it begins with
+  useEffect(() => {
+    if (run === null) return;
+    const control = new AbortController();
+    get<Samples>("api/samples", { run, size: 1 }, control.signal).then(found => {
+      const first = found.rows[0];
+      if (!first) return;
+      setFrom(first);
+      setPrompt(first.prompt);
+      setCompletion(first.completion);
+    }, () => undefined); // without samples there is only what is typed
+    return () => control.abort();
+  }, [run]);
+  const missing = !source ? "Choose a run, or give a configuration." : completion ? "" : "Type an answer.";
   async function score(): Promise<void> {
     try {
       const given: unknown = columns.trim() ? JSON.parse(columns) : {};
@@ -161,10 +177,11 @@ function Rewards({ source }: { source: Source | null }) {
   }
   return (
     <section class="try">
+      {from && <p class="soft">Filled with <a href={link("sample", { run, line: from.line })}>the newest sample of {run}</a>. Change the answer: a right one and a wrong one should not get the same.</p>}
       <Field label="Prompt"><textarea rows={3} value={prompt} onInput={event => setPrompt(event.currentTarget.value)} /></Field>
       <Field label="Answer to score"><textarea rows={5} value={completion} onInput={event => setCompletion(event.currentTarget.value)} /></Field>
-      <Field label="Columns of the row that rewards read, as JSON"><input type="text" spellcheck={false} value={columns} onInput={event => setColumns(event.currentTarget.value)} /></Field>
-      <div><button type="button" disabled={!source || !completion} onClick={() => void score()}>Score it</button></div>
+      <Field label="Columns of the row that rewards read, as JSON"><input type="text" spellcheck={false} placeholder={'{"answer": "12"}'} value={columns} onInput={event => setColumns(event.currentTarget.value)} /></Field>
+      <div class="pages"><button type="button" disabled={missing !== ""} onClick={() => void score()}>Score it</button><span>{missing}</span></div>
       {failure && <Trouble failure={failure} />}
       {scores === null && !failure && <Empty title="Try a reward before it trains anything.">Type an answer that should score, then one that should not.</Empty>}
       {scores && (

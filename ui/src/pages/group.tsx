@@ -3,6 +3,7 @@ import { useAnswer, type SampleLine } from "../api";
 import { show } from "../draw";
 import { Empty, Said, Shown } from "../parts";
 import { link } from "../route";
+import { counted } from "../words";
 
 interface Member {
   uid: string;
@@ -53,7 +54,7 @@ export function GroupView({ run, step, group, uid }: { run: string; step: number
                     <div><dt>loss</dt><dd>{show(one.loss)}</dd></div>
                   </dl>
                   <Bar share={(pushes[i] ?? 0) / most} />
-                  <p class="soft">{[one.stop, typeof one.tokens === "number" ? `${one.tokens} tokens` : "", one.no_signal?.replaceAll("_", " ")].filter(Boolean).join(", ")}</p>
+                  <p class="soft">{[one.stop, typeof one.tokens === "number" ? counted(one.tokens, "token") : "", one.no_signal?.replaceAll("_", " ")].filter(Boolean).join(", ")}</p>
                   {lines[one.uid] !== undefined && one.uid !== uid && <a href={link("sample", { run, line: lines[one.uid] })}>Open</a>}
                 </li>
               ))}

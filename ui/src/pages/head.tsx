@@ -3,7 +3,7 @@ import { offers, useAnswer, type RunPage } from "../api";
 import { Badge, Progress } from "../parts";
 import { link } from "../route";
 import { Actions, Tags } from "./steer";
-import { ago, duration, short } from "../words";
+import { ago, duration, short, when } from "../words";
 
 export const POLL = 2000;
 
@@ -31,7 +31,7 @@ export function RunHead({ run, page, here, again }: { run: string; page: RunPage
         <p class="standing">
           {page.steps ? <Progress share={page.share ?? Math.min(page.step / page.steps, 1)} label="Progress" /> : null}
           <span class="number">step {page.step.toLocaleString("en")}{page.steps ? ` of ${page.steps.toLocaleString("en")}` : ""}</span>
-          <span>{page.state === "running" ? (page.eta_seconds === null ? "" : `about ${duration(page.eta_seconds)} left`) : `ended ${ago(page.updated)}`}</span>
+          <span title={when(page.updated)}>{page.state === "running" ? (page.eta_seconds === null ? "" : `about ${duration(page.eta_seconds)} left`) : `ended ${ago(page.updated)}`}</span>
           <span>{[page.algorithm, page.model && short(page.model)].filter(Boolean).join(" · ")}</span>
           {page.lineage.length > 0 && <span>branch of {page.lineage[0]}</span>}
           {again && offers("tags") && <Tags page={page} again={again} />}

@@ -1,12 +1,14 @@
 // A new run: a recipe to start from, a form made from the schema, the same as YAML, and what `plan` says of it.
 import { dump, load, YAMLException } from "js-yaml";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { Failure, get, send, useAnswer } from "../api";
+import { Failure, get, send, useAnswer, type ConfigPage } from "../api";
 import { below, countSet, Input, matches, Section, type Problem } from "../form";
-import { Empty, Shown, Trouble } from "../parts";
+import { Coded, Empty, Shown, Trouble } from "../parts";
 import { link } from "../route";
-import { resolve, settings, withValue, type Config, type Schema, type Setting } from "../schema";
+import { resolve, settings, withChoices, withoutDefaults, withValue, type Config, type Schema, type Setting } from "../schema";
+import { short } from "../words";
 
+interface Algorithm { name: string; family: string }
 interface Recipe { name: string; title: string; family: string | null }
 
 interface Plan { ok: boolean; checked: boolean; problems: Problem[]; warnings: string[]; says: string[] }
@@ -21,21 +23,33 @@ const essentials: [string, string][] = [
   ["train.prompts_per_step", "Prompts per step"],
   ["algorithm.group_size", "Answers per prompt"],
   ["rollout.max_new_tokens", "Longest answer"],
+  ["rollout.temperature", "Temperature"],
   ["train.learning_rate", "Learning rate"],
   ["eval.every", "Evaluate every"],
   ["run.checkpoint.every", "Checkpoint every"],
   ["run.log.tokens", "Numbers of single tokens"],
 ];
 
+const ALGORITHM = "algorithm.name";
+const folders: Record<string, string> = { "": "Tasks", algorithms: "Policy gradients on sums", families: "Other families", envs: "Environments", migrate: "From other libraries" };
+
+/** The schema in which the algorithm is chosen from a list, by family. */
+function withAlgorithms(schema: Schema, algorithms: Algorithm[]): Schema {
+  const families = [...new Set(algorithms.map(one => one.family))];
+  const groups = families.map((family): [string, string[]] => [family.replaceAll("_", " "), algorithms.filter(one => one.family === family).map(one => one.name)]);
+  return algorithms.length ? withChoices(schema, ALGORITHM, groups) : schema;
+}
+
 const WAIT = 600; // milliseconds after the last change until the plan is asked
 
 export function LaunchPage({ query }: { query: URLSearchParams }) {
   const schema = useAnswer<Schema>("api/schema");
   const recipes = useAnswer<Recipe[]>("api/recipes");
+  const algorithms = useAnswer<Algorithm[]>("api/algorithms");
   return (
     <>
       <div class="title"><h1>New run</h1></div>
-      <Shown answer={schema}>{found => <Form schema={found} recipes={recipes.value ?? []} query={query} />}</Shown>
+      <Shown answer={schema}>{found => <Form schema={withAlgorithms(found, algorithms.value ?? [])} recipes={recipes.value ?? []} query={query} />}</Shown>
     </>
   );
 }
@@ -93,11 +107,29 @@ function Form({ schema, recipes, query }: { schema: Schema; recipes: Recipe[]; q
     }
     setStarting(false);
   }
+  /** The settings of a run that there is, some of them changed. */
+  async function copy(run: string, changes: string[]): Promise<void> {
+    try {
+      const found = await get<ConfigPage>("api/config", { run });
+      let own = withValue(withoutDefaults(schema, (load(found.yaml) ?? {}) as Config), "run.dir", undefined);
+      for (const change of changes) {
+        const [key = "", ...rest] = change.split("=");
+        own = withValue(own, key, load(rest.join("=")));
+      }
+      setYaml(dump(own, { lineWidth: -1, noRefs: true }));
+    } catch (error) {
+      setFailure(error as Failure);
+    }
+  }
+  const from = query.get("from");
+  const changed = query.getAll("set");
   useEffect(() => {
     const wanted = query.get("recipe");
-    if (wanted) void begin(wanted);
+    if (from) void copy(from, changed);
+    else if (wanted) void begin(wanted);
   }, []);
-  const families = [...new Set(recipes.map(one => one.family ?? ""))];
+  const families = [...new Set(recipes.map(one => one.family ?? ""))].sort((a, b) => Object.keys(folders).indexOf(a) - Object.keys(folders).indexOf(b));
+  const title = recipes.find(one => one.name === recipe)?.title;
   const elsewhere = problems.filter(one => shownAs === "yaml" || !known(schema, one.where));
   return (
     <div class="launch">
@@ -106,10 +138,10 @@ function Form({ schema, recipes, query }: { schema: Schema; recipes: Recipe[]; q
           <label class="field grow">
             <span>Start from</span>
             <select value={recipe} onChange={event => void begin(event.currentTarget.value)}>
-              <option value="">nothing: I fill in the form</option>
+              <option value="">{from ? `the run ${from}` : "nothing: I fill in the form"}</option>
               {families.map(family => (
-                <optgroup key={family} label={family || "recipes"}>
-                  {recipes.filter(one => (one.family ?? "") === family).map(one => <option key={one.name} value={one.name}>{one.name}{one.title ? `: ${one.title}` : ""}</option>)}
+                <optgroup key={family} label={folders[family] ?? family}>
+                  {recipes.filter(one => (one.family ?? "") === family).map(one => <option key={one.name} value={one.name}>{short(one.name).replaceAll("_", " ")}</option>)}
                 </optgroup>
               ))}
             </select>
@@ -119,6 +151,8 @@ function Form({ schema, recipes, query }: { schema: Schema; recipes: Recipe[]; q
             <button type="button" aria-pressed={shownAs === "yaml"} onClick={() => setShownAs("yaml")}>YAML</button>
           </div>
         </div>
+        {title && <p class="soft about"><Coded text={title} /></p>}
+        {from && !recipe && <p class="finding note">The settings of <a href={link("run", { run: from })}>{from}</a>, from its first step on{changed.length > 0 && <>, with <code>{changed.join(", ")}</code></>}.</p>}
         {shownAs === "yaml" ? (
           <label class="field">
             <span>The configuration as YAML: what `reinforge train FILE` takes</span>

@@ -1,12 +1,13 @@
 // One run, live: what the doctor found, curves by question, time, memory, events; and its settings.
 import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
-import { offers, useAnswer, type ConfigPage, type Curve, type Curves, type Finding, type PhasePage, type RunPage as RunData } from "../api";
-import { CurveCard, PhaseChart, ViewControls, outside, type View } from "../chart";
+import { offers, useAnswer, type ConfigPage, type Curve, type Curves, type Finding, type PhasePage, type RunEvent, type RunPage as RunData } from "../api";
+import { CurveCard, PhaseChart, VIEW, ViewControls, outside, type View } from "../chart";
 import type { Point } from "../draw";
-import { Empty, Keys, Shown, Trouble } from "../parts";
+import { Coded, Empty, Keys, Shown, Trouble, Turned } from "../parts";
 import { link } from "../route";
-import { bytes, clock, percent, setting, when } from "../words";
+import { isDefault, type Schema } from "../schema";
+import { bytes, counted, moment, percent, setting, when } from "../words";
 import { POLL, RunHead, useRun } from "./head";
 import { Beginning, Branch, Log } from "./steer";
 
@@ -34,13 +35,13 @@ function Overview({ run, page }: { run: string; page: RunData }) {
   const live = page.state === "running" ? POLL : 0;
   const curves = useAnswer<Curves>("api/curves", { run, points: 400 }, live);
   const phases = useAnswer<PhasePage>("api/phases", { run }, live && 5000);
-  const [view, setView] = useState<View>({ smoothing: 0.6, axis: 0 });
+  const [view, setView] = useState<View>(VIEW);
   return (
     <>
       {page.uncontained.length > 0 && (
         <p class="finding bad"><b>Uncontained.</b> {page.uncontained.join(", ")} ran what the model wrote without a sandbox: programs could read and change whatever the run could, its rewards included.</p>
       )}
-      <Findings run={run} findings={page.findings} state={page.state} />
+      <Findings page={page} />
       {page.tiles.length > 0 && (
         <dl class="tiles">
           {page.tiles.map(([label, value]) => <div key={label} class="tile"><dt>{label}</dt><dd>{value}</dd></div>)}
@@ -59,8 +60,10 @@ function Overview({ run, page }: { run: string; page: RunData }) {
           {page.checkpoints.length ? (
             <Keys rows={page.checkpoints.map(one => [`step ${one.step}`, <>
               {bytes(one.bytes)}
-              {offers("branch") && <> <a href={link("run", { run, view: "branch", step: one.step })}>branch</a></>}
-              {offers("chat") && <> <a href={link("chat", { run, step: one.step })}>chat</a></>}
+              <span class="ways">
+                {offers("branch") && <a href={link("run", { run, view: "branch", step: one.step })}>branch from it</a>}
+                {offers("chat") && <a href={link("chat", { run, step: one.step })}>chat with it</a>}
+              </span>
             </>])} />
           ) : <Empty title="No checkpoint yet.">One is written every run.checkpoint.every steps, and when a run ends or is stopped.</Empty>}
         </section>
@@ -69,40 +72,50 @@ function Overview({ run, page }: { run: string; page: RunData }) {
   );
 }
 
-function Findings({ run, findings, state }: { run: string; findings: Finding[]; state: string }) {
+function Findings({ page }: { page: RunData }) {
+  const { findings, state } = page;
   const causes = findings.filter(one => one.action !== "note" && !one.because);
   const others = findings.filter(one => !causes.includes(one));
   return (
     <section class="findings" aria-label="What the doctor found">
-      {causes.map((one, i) => <FindingCard key={one.kind} run={run} finding={one} open={i === 0} />)}
+      {causes.map((one, i) => <FindingCard key={one.kind} page={page} finding={one} open={i === 0} />)}
       {causes.length === 0 && (
         <p class="finding fine"><b>Nothing speaks against this run{state === "running" ? " so far" : ""}.</b> The doctor looks at rewards, gradients, entropy, lengths, KL, speed and memory after every step.</p>
       )}
       {others.length > 0 && (
         <details class="more">
           <summary>{others.length} {others.length === 1 ? "note" : "notes"}</summary>
-          {others.map(one => <FindingCard key={one.kind} run={run} finding={one} />)}
+          {others.map(one => <FindingCard key={one.kind} page={page} finding={one} />)}
         </details>
       )}
     </section>
   );
 }
 
-function FindingCard({ run, finding, open = false }: { run: string; finding: Finding; open?: boolean }) {
-  const knob = finding.knob;
+function FindingCard({ page, finding, open = false }: { page: RunData; finding: Finding; open?: boolean }) {
+  const run = page.run;
+  const knob = finding.because ? null : finding.knob; // what only follows is mended with its cause
+  const change = knob && `${knob.key}=${setting(knob.value)}`;
+  const last = page.checkpoints.at(-1)?.step;
   const note = finding.action === "note" || finding.because !== null;
   return (
     <article class={`finding ${note ? "note" : "bad"}`} data-kind={finding.kind}>
-      <p><b>{finding.what}</b></p>
-      <p>
-        {finding.fix}
-        {finding.because && <span class="soft"> Follows from {finding.because.replaceAll("_", " ")}.</span>}
-      </p>
+      {finding.because ? (
+        <>
+          <p><b>Follows from {finding.because.replaceAll("_", " ")}: fix that first.</b> {finding.what}</p>
+          <p class="soft"><Coded text={finding.fix} /></p>
+        </>
+      ) : (
+        <>
+          <p><b>{finding.what}</b></p>
+          <p><Coded text={finding.fix} /></p>
+        </>
+      )}
       {knob && (
         <p class="knob">
-          <span>Try</span>
-          <code>{knob.key} = {knob.was !== null && knob.was !== undefined ? <><s>{setting(knob.was)}</s> </> : null}<b>{setting(knob.value)}</b></code>
-          {offers("branch") && <a href={link("run", { run, view: "branch", set: `${knob.key}=${setting(knob.value)}` })}>Branch with it</a>}
+          <span>Try</span> <Turned knob={knob} />
+          {offers("launch") && <a href={link("launch", { from: run, set: change, name: `${run}-${knob.key.split(".").at(-1)}` })}>Start over with it</a>}
+          {offers("branch") && last !== undefined && <a href={link("run", { run, view: "branch", set: change })}>Branch with it from step {last}</a>}
         </p>
       )}
       {finding.evidence.length > 0 && (
@@ -111,7 +124,10 @@ function FindingCard({ run, finding, open = false }: { run: string; finding: Fin
           <ul>{finding.evidence.map(line => <li key={line}>{line.replaceAll("->", "→")}</li>)}</ul>
         </details>
       )}
-      <p class="links"><a href={link("samples", { run, finding: finding.kind })}>Samples that show it</a></p>
+      <p class="links">
+        <a href={link("samples", { run, finding: finding.kind })}>Samples that show it</a>
+        {offers("rewards") && ["constant_reward", "unscored", "no_gradient"].includes(finding.kind) && <a href={link("data", { run, view: "rewards" })}>Try its rewards on an answer</a>}
+      </p>
     </article>
   );
 }
@@ -119,6 +135,7 @@ function FindingCard({ run, finding, open = false }: { run: string; finding: Fin
 const QUIET = "Everything else";
 const COLUMNS = 3;
 const FIRST = 2 * COLUMNS; // curves of a question that are seen at once
+const ALWAYS = ["eval/accuracy", "eval/loss", "reward/mean"]; // the same ones come first on every run
 
 /** Whether a curve has a shape at all. */
 function moved(one: Curve): boolean {
@@ -133,7 +150,7 @@ function ranked(curves: Curve[], view: View): [Curve[], Curve[]] {
   const scored = curves.some(one => one.name === "reward/mean");
   const bad = (one: Curve) => outside(one, view.smoothing);
   // the loss of a policy gradient says nothing
-  const telling = (one: Curve) => bad(one) || (one.says !== "" && moved(one) && !(scored && one.name === "train/loss"));
+  const telling = (one: Curve) => bad(one) || ALWAYS.includes(one.name) || (one.says !== "" && moved(one) && !(scored && one.name === "train/loss"));
   const ahead = curves.filter(telling);
   const whole = ahead.length > COLUMNS ? Math.min(FIRST, ahead.length - (ahead.length % COLUMNS)) : ahead.length;
   const shown = ahead.slice(0, whole).concat(ahead.slice(whole).filter(bad));
@@ -205,6 +222,13 @@ function Time({ phases, view }: { phases: PhasePage; view: View }) {
   );
 }
 
+/** Where an event, or several that are the same, happened. */
+function steps({ step, until, count }: RunEvent): string {
+  if (step === null) return count > 1 ? `${count} times` : "";
+  if (count === 1 || until === null) return `step ${step}`;
+  return until - step + 1 === count ? `steps ${step} to ${until}` : `${count} of steps ${step} to ${until}`;
+}
+
 function Events({ page }: { page: RunData }) {
   if (!page.events.length) return <Empty title="No events." />;
   return (
@@ -213,8 +237,8 @@ function Events({ page }: { page: RunData }) {
         <tbody>
           {[...page.events].reverse().map((event, i) => (
             <tr key={i}>
-              <th scope="row" title={event.time === null ? "" : when(event.time)}>{event.time === null ? "" : clock(event.time)}</th>
-              <td class="number">{event.step !== null && event.step !== undefined ? `step ${event.step}` : ""}</td>
+              <th scope="row" title={event.time === null ? "" : when(event.time)}>{event.time === null ? "" : moment(event.time)}</th>
+              <td class="steps">{steps(event)}</td>
               <td><b>{event.kind.replaceAll("_", " ")}</b> <span class="soft">{event.text}</span></td>
             </tr>
           ))}
@@ -226,19 +250,33 @@ function Events({ page }: { page: RunData }) {
 
 function Settings({ run, page }: { run: string; page: RunData }) {
   const config = useAnswer<ConfigPage>("api/config", { run });
+  const schema = useAnswer<Schema>("api/schema").value;
   const [search, setSearch] = useState("");
   return (
     <>
-      <h2>In short</h2>
-      <Keys rows={Object.entries(page.settings).map(([key, value]) => [key, setting(value)])} />
-      <h2>All settings</h2>
-      <div class="filters"><input type="search" class="wide" placeholder="Search settings" aria-label="Search settings" value={search} onInput={event => setSearch(event.currentTarget.value)} /></div>
+      <div class="filters"><input type="search" class="wide" placeholder="Search all settings" aria-label="Search settings" value={search} onInput={event => setSearch(event.currentTarget.value)} /></div>
       <Shown answer={config}>
         {found => {
-          const rows = Object.entries(found.flat).filter(([key, value]) => `${key} ${setting(value)}`.toLowerCase().includes(search.toLowerCase()));
+          const all = Object.entries(found.flat);
+          const fit = all.filter(([key, value]) => `${key} ${setting(value)}`.toLowerCase().includes(search.toLowerCase()));
+          const changed = schema ? all.filter(([key, value]) => !isDefault(schema, key, value)) : all;
           return (
             <>
-              {rows.length ? <Keys rows={rows.map(([key, value]) => [key, setting(value)])} /> : <Empty title={`No setting contains “${search}”.`} />}
+              {search ? (
+                fit.length ? <Rows rows={fit} name="Settings that fit" /> : <Empty title={`No setting contains “${search}”.`} />
+              ) : (
+                <>
+                  <h2>Changed from the default</h2>
+                  <Rows rows={changed} name="Changed settings" />
+                  <h2>All settings</h2>
+                  {sectionsOf(all).map(([name, rows]) => (
+                    <details key={name} class="section">
+                      <summary><b>{name}</b> <span class="soft">{counted(rows.length, "setting")}</span></summary>
+                      <Rows rows={rows} name={name} />
+                    </details>
+                  ))}
+                </>
+              )}
               <details class="more"><summary>As YAML</summary><pre class="code" tabIndex={0}>{found.yaml}</pre></details>
             </>
           );
@@ -247,4 +285,17 @@ function Settings({ run, page }: { run: string; page: RunData }) {
       <details class="more"><summary>Versions</summary><Keys rows={Object.entries(page.versions).map(([key, value]) => [key, setting(value)])} /></details>
     </>
   );
+}
+
+function Rows({ rows, name }: { rows: [string, unknown][]; name: string }) {
+  return <Keys name={name} rows={rows.map(([key, value]) => [key, setting(value)])} />;
+}
+
+function sectionsOf(rows: [string, unknown][]): [string, [string, unknown][]][] {
+  const found = new Map<string, [string, unknown][]>();
+  for (const row of rows) {
+    const name = row[0].split(".")[0]!;
+    found.set(name, [...(found.get(name) ?? []), row]);
+  }
+  return [...found];
 }

@@ -2,9 +2,9 @@
 import { useState } from "preact/hooks";
 import { offers, useAnswer, type RunLine } from "../api";
 import { show } from "../draw";
-import { Badge, Empty, Progress, Shown, Spark } from "../parts";
+import { Badge, Empty, Progress, Shown, Spark, Turned } from "../parts";
 import { link } from "../route";
-import { ago, duration, percent, short } from "../words";
+import { ago, duration, percent, short, when } from "../words";
 
 const filters = ["all", "running", "finished", "stopped", "failed", "interrupted"];
 
@@ -63,7 +63,7 @@ function Line({ run, chosen, toggle }: { run: RunLine; chosen: boolean; toggle()
       </div>
       <div class="how">
         <Badge state={run.state} />
-        <span class="soft">{run.state === "running" && run.eta_seconds !== null ? `${duration(run.eta_seconds)} left` : ago(run.updated)}</span>
+        <span class="soft" title={when(run.updated)}>{run.state === "running" && run.eta_seconds !== null ? `${duration(run.eta_seconds)} left` : ago(run.updated)}</span>
       </div>
       <div class="far">
         {run.steps ? <Progress share={run.share ?? Math.min(run.step / run.steps, 1)} label={`Progress of ${run.run}`} /> : null}
@@ -89,7 +89,12 @@ function Line({ run, chosen, toggle }: { run: RunLine; chosen: boolean; toggle()
       {(run.troubles.length > 0 || (run.why && run.state !== "finished")) && (
         <div class="against">
           {run.why && run.state !== "finished" && <p>{run.why}</p>}
-          {run.troubles.slice(0, 1).map(text => <p key={text} class="trouble">{text}</p>)}
+          {run.causes.slice(0, 1).map(one => (
+            <div key={one.what} class="trouble">
+              <p>{one.what}</p>
+              {one.knob && <span class="knob"><span>Try</span> <Turned knob={one.knob} /></span>}
+            </div>
+          ))}
           {run.troubles.length > 1 && <p class="soft">and {run.troubles.length - 1} more</p>}
         </div>
       )}

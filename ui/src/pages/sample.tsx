@@ -1,28 +1,32 @@
 // One sample: what was asked and answered, what every token got, and what became of the reward.
-import { offers, useAnswer, type Sample, type Turn } from "../api";
+import { offers, useAnswer, type Query, type Sample, type Turn } from "../api";
 import { show } from "../draw";
 import { Empty, Keys, Said, Shown } from "../parts";
 import { link } from "../route";
 import { TokenView } from "../tokens";
 import { GroupView, PromptView } from "./group";
+import { counted } from "../words";
 import { RunHead, useRun } from "./head";
+import { filtered, SIZE } from "./samples";
 
-export function SamplePage({ run, line }: { run: string; line: number }) {
+export function SamplePage({ run, line, query }: { run: string; line: number; query: URLSearchParams }) {
   const page = useRun(run).value;
-  const answer = useAnswer<Sample>("api/sample", { run, line });
+  // the list that it was opened from
+  const list: Query = Object.fromEntries([...query.entries()].filter(([name]) => !["run", "line", "page"].includes(name)));
+  const answer = useAnswer<Sample>("api/sample", { run, line, ...list });
   return (
     <>
       <RunHead run={run} page={page} here="samples" />
-      <Shown answer={answer}>{sample => <Whole key={sample.line} run={run} sample={sample} />}</Shown>
+      <Shown answer={answer}>{sample => <Whole key={sample.line} run={run} sample={sample} list={list} />}</Shown>
     </>
   );
 }
 
-function Whole({ run, sample }: { run: string; sample: Sample }) {
+function Whole({ run, sample, list }: { run: string; sample: Sample; list: Query }) {
   const training = sample.training;
   const told: [string, string][] = [
-    ["reward", sample.reward === null ? "unscored" : String(sample.reward)],
-    ...Object.entries(sample.components).map(([name, value]): [string, string] => [name, value === null ? "unscored" : String(value)]),
+    ["reward", sample.reward === null ? "unscored" : show(sample.reward)],
+    ...Object.entries(sample.components).map(([name, value]): [string, string] => [name, value === null ? "unscored" : show(value)]),
     ...["advantage", "loss", "ratio"].filter(name => name in training).map((name): [string, string] => [name, brief(training[name])]),
     ["stop", sample.stop ?? "–"],
     ["tokens", String(sample.length ?? "–")],
@@ -30,9 +34,10 @@ function Whole({ run, sample }: { run: string; sample: Sample }) {
   return (
     <>
       <div class="pages">
-        <a class="quiet button" href={link("sample", { run, line: sample.line - 1 })} aria-disabled={sample.line <= 0}>Previous</a>
+        <Beside line={sample.previous} run={run} list={list} name="Previous" />
+        {sample.at !== null && <a class="number" href={link("samples", { run, ...list, page: Math.floor(sample.at / SIZE) || null })}>{(sample.at + 1).toLocaleString("en")} of {counted(sample.total, "sample")}{filtered(list) ? " that fit" : ""}</a>}
+        <Beside line={sample.next} run={run} list={list} name="Next" />
         <span>{sample.eval ? "evaluation" : "training"}, step {sample.step}{sample.uid ? <span class="soft path"> {sample.uid}</span> : null}</span>
-        <a class="quiet button" href={link("sample", { run, line: sample.line + 1 })}>Next</a>
       </div>
       <dl class="tiles small">
         {told.map(([label, value]) => <div key={label} class="tile"><dt>{label}</dt><dd>{value}</dd></div>)}
@@ -71,10 +76,16 @@ function Whole({ run, sample }: { run: string; sample: Sample }) {
   );
 }
 
+/** The way to the sample before or after it; at an end of the list there is none. */
+function Beside({ line, run, list, name }: { line: number | null; run: string; list: Query; name: string }) {
+  if (line === null) return <button type="button" class="quiet" disabled>{name}</button>;
+  return <a class="quiet button" href={link("sample", { run, line, ...list })}>{name}</a>;
+}
+
 function brief(value: unknown): string {
-  if (typeof value === "number") return String(value);
+  if (typeof value === "number") return show(value);
   if (value === null || value === undefined) return "–";
-  if (typeof value === "object" && "mean" in value && "min" in value && "max" in value && value.min === value.max) return String(value.mean);
+  if (typeof value === "object" && "mean" in value && "min" in value && "max" in value && value.min === value.max) return typeof value.mean === "number" ? show(value.mean) : String(value.mean);
   if (typeof value === "object" && !Array.isArray(value)) return Object.entries(value).map(([name, one]) => `${name} ${typeof one === "number" ? show(one) : String(one)}`).join(", ");
   return typeof value === "string" ? value : JSON.stringify(value);
 }

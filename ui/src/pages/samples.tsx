@@ -5,7 +5,7 @@ import { Empty, Field, Said, Shown } from "../parts";
 import { link, replace } from "../route";
 import { RunHead, useRun } from "./head";
 
-const SIZE = 50;
+export const SIZE = 50;
 const orders: [string, string][] = [
   ["", "newest first"],
   ["oldest", "oldest first"],
@@ -17,6 +17,11 @@ const orders: [string, string][] = [
   ["length", "shortest first"],
 ];
 
+/** Whether a list has less than all samples. */
+export function filtered(asked: Query): boolean {
+  return Object.keys(asked).some(name => !["page", "order", "size"].includes(name));
+}
+
 export function SamplesPage({ run, query }: { run: string; query: URLSearchParams }) {
   const page = useRun(run).value;
   const asked: Query = Object.fromEntries([...query.entries()].filter(([name]) => name !== "run"));
@@ -24,7 +29,7 @@ export function SamplesPage({ run, query }: { run: string; query: URLSearchParam
   const set = (changes: Query) => replace(link("samples", { run, ...asked, page: null, ...changes }));
   const value = (name: string) => query.get(name) ?? "";
   const facets = answer.value?.facets;
-  const filtered = Object.keys(asked).some(name => !["page", "order", "size"].includes(name));
+  const some = filtered(asked);
   const kinds = [...new Set([...(page?.findings.map(one => one.kind) ?? []), value("finding")])].filter(Boolean);
   return (
     <>
@@ -49,16 +54,16 @@ export function SamplesPage({ run, query }: { run: string; query: URLSearchParam
             {orders.map(([name, text]) => <option key={name} value={name}>{text}</option>)}
           </select>
         </Field>
-        {filtered && <button type="button" class="quiet" onClick={() => replace(link("samples", { run }))}>Clear filters</button>}
+        {some && <button type="button" class="quiet" onClick={() => replace(link("samples", { run }))}>Clear filters</button>}
       </div>
       <Shown answer={answer}>
         {found => found.total ? (
           <>
             <Pages found={found} set={set} />
-            <Table run={run} rows={found.rows} />
+            <Table run={run} rows={found.rows} list={asked} />
             {found.total > SIZE && <Pages found={found} set={set} />}
           </>
-        ) : filtered ? (
+        ) : some ? (
           <Empty title="No sample fits these filters." />
         ) : (
           <Empty title="The run recorded no samples.">Samples are written every run.log.samples_every steps; a run of fine-tuning on given answers has none but those of its evaluations.</Empty>
@@ -96,7 +101,7 @@ function Pages({ found, set }: { found: Samples; set(changes: Query): void }) {
   );
 }
 
-function Table({ run, rows }: { run: string; rows: SampleLine[] }) {
+function Table({ run, rows, list }: { run: string; rows: SampleLine[]; list: Query }) {
   return (
     <div class="panel" tabIndex={0} role="region" aria-label="Samples">
       <table class="samples">
@@ -105,7 +110,7 @@ function Table({ run, rows }: { run: string; rows: SampleLine[] }) {
         </thead>
         <tbody>
           {rows.map(row => {
-            const where = link("sample", { run, line: row.line });
+            const where = link("sample", { run, line: row.line, ...list, page: null });
             return (
               <tr key={row.line} onClick={() => { if (!String(getSelection())) location.hash = where; }}>
                 <td class="number" data-label="Step">{row.step}</td>

@@ -4,6 +4,7 @@ import { useState } from "preact/hooks";
 import { Failure, offers, send, useAnswer, type RunPage } from "../api";
 import { Empty, Field, Shown, Trouble } from "../parts";
 import { link } from "../route";
+import { counted } from "../words";
 
 /** Asks again before something that ends work. */
 export function Actions({ page, again }: { page: RunPage; again(): void }) {
@@ -73,6 +74,10 @@ export function Branch({ page, query }: { page: RunPage; query: URLSearchParams 
   const [failure, setFailure] = useState<Failure | null>(null);
   const [busy, setBusy] = useState(false);
   if (last === undefined) return <Empty title="There is no checkpoint to branch from.">One is written every run.checkpoint.every steps, and when a run ends.</Empty>;
+  const wanted = /^\s*train\.steps\s*=\s*(\d+)\s*$/m.exec(changes)?.[1];
+  const end = wanted === undefined ? page.steps : Number(wanted);
+  const left = end === null ? null : end - Number(step);
+  const more = `train.steps=${Number(step) + (page.steps ?? 0)}`;
   async function start(): Promise<void> {
     setBusy(true);
     try {
@@ -92,7 +97,12 @@ export function Branch({ page, query }: { page: RunPage; query: URLSearchParams 
       </Field>
       <Field label="Name of the new run"><input type="text" value={name} spellcheck={false} onInput={event => setName(event.currentTarget.value)} /></Field>
       <Field label="Settings that change, one KEY=VALUE a line"><textarea class="yaml" rows={4} spellcheck={false} placeholder="train.learning_rate=1.0e-5" value={changes} onInput={event => setChanges(event.currentTarget.value)} /></Field>
-      <div><button type="submit" disabled={busy || !name.trim()}>{busy ? "Starting …" : "Start the branch"}</button></div>
+      {left !== null && (left > 0 ? (
+        <p>It does {counted(left, "step")}: from step {step} to step {end}.</p>
+      ) : (
+        <p class="bad">Nothing is left to do: the run ends with step {end}. Choose an earlier checkpoint, or write a larger number: <button type="button" class="link" onClick={() => setChanges([...changes.split("\n").filter(line => line.trim() && !/^\s*train\.steps\s*=/.test(line)), more].join("\n"))}>{more}</button></p>
+      ))}
+      <div><button type="submit" disabled={busy || !name.trim() || (left !== null && left <= 0)}>{busy ? "Starting …" : "Start the branch"}</button></div>
       {failure && <Trouble failure={failure} />}
     </form>
   );
