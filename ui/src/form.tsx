@@ -65,7 +65,7 @@ export function Input({ setting, title, ...common }: Common & { setting: Setting
         <Control id={id} setting={setting} value={value} change={given => common.set(setting.key, given)} described={described} invalid={wrong.length > 0} />
       )}
       {setting.help && <p id={`${id}-help`} class="help"><Coded text={setting.help} /></p>}
-      {wrong.length > 0 && <p id={`${id}-wrong`} class="bad" role="alert">{wrong.map(one => [one.what, one.fix].filter(Boolean).join(" ")).join(" ")}</p>}
+      {wrong.length > 0 && <p id={`${id}-wrong`} class="bad" role="alert"><Coded text={wrong.map(one => [one.what, one.fix].filter(Boolean).join(" ")).join(" ")} /></p>}
     </div>
   );
 }

@@ -13,7 +13,7 @@ export function Trouble({ failure, again }: { failure: Failure; again?(): void }
   return (
     <div class="failure" role="alert">
       <b>{failure.where ? `${failure.where}: ` : ""}{failure.what}</b>
-      {failure.fix && <span> {failure.fix}</span>}
+      {failure.fix && <span> <Coded text={failure.fix} /></span>}
       {failure.status === 404 && failure.where === "run" && <a href={link("")}>All runs</a>}
       {again && <button type="button" class="quiet" onClick={again}>Try again</button>}
     </div>

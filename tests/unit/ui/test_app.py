@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from helpers.web_app import AppClient, web_app
+from reinforge.algorithms.catalogue import TABLE
 from reinforge.core.errors import EXIT_TERMINATED
+from reinforge.ui.event_lines import event_lines
 from reinforge.ui.sample_index import SampleFilter, SampleIndex
 from reinforge.watch.runs import show_run
 from reinforge.watch.why import advantage_of
@@ -52,6 +55,95 @@ def test_the_page_of_a_run(app: AppClient, runs: Path) -> None:
     assert ["last response length", f"{show_run(runs / RUN)['last']['response/length']:.4g}"] in (
         page["tiles"]
     )
+
+
+def test_times_are_those_of_the_events(runs: Path, tmp_path: Path) -> None:
+    """A copy of a run ended when the run ended, whenever it was copied."""
+    copy = tmp_path / "copy"
+    shutil.copytree(runs / RUN, copy)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        os.utime(copy / name, (2e9, 2e9))
+    ended = lines(runs, "events.jsonl")[-1]["time"]
+    with web_app(tmp_path) as app:
+        assert app.get("runs")[0]["updated"] == app.get("run", run="copy")["updated"] == ended
+
+
+def test_the_first_and_last_step_are_told_once(app: AppClient, runs: Path) -> None:
+    times = [m["time"] for m in lines(runs, "metrics.jsonl")]
+    spans = [said for label, said in app.get("run", run=RUN)["tiles"] if "to the last" in label]
+    assert spans == [f"{times[-1] - times[0]:.1f} s"]
+
+
+def test_events_are_sentences_and_repeats_one_line() -> None:
+    trouble = {
+        "kind": "trouble",
+        "trouble": "truncation",
+        "what": "All answers are cut off.",
+        "knob": {"key": "train.learning_rate", "value": 0.0029999999999999996},
+        "evidence": ["response/truncated 1"],
+    }
+    follows = {**trouble, "trouble": "learning_rate_low", "because": "truncation", "step": 9}
+    events = [
+        {"time": 1.0, "kind": "started", "steps": 9, "pid": 3, "dropped_bytes": {"a": 0}},
+        *({"time": 2.0, "kind": "empty_step", "step": step} for step in (1, 2, 3)),
+        {**trouble, "step": 4},
+        {"time": 3.0, "kind": "empty_step", "step": 5},
+        {**trouble, "step": 7, "what": "Nearly all answers are cut off."},
+        follows,
+        {"time": 4.0, "kind": "resumed", "steps": 12},
+        {"time": 5.0, "kind": "empty_step", "step": 10},
+    ]
+    told = [
+        (line["kind"], line["step"], line["until"], line["count"], line["text"])
+        for line in event_lines(events)
+    ]
+    empty = "no answer taught anything: the gradient was exactly 0"
+    assert told == [
+        ("started", None, None, 1, "9 steps to do"),
+        ("empty_step", 1, 5, 4, empty),
+        ("trouble", 4, 7, 2, "Nearly all answers are cut off. Try train.learning_rate=0.003."),
+        ("trouble", 9, 9, 1, "All answers are cut off. Follows from truncation."),
+        ("resumed", None, None, 1, "12 steps to do"),
+        ("empty_step", 10, 10, 1, empty),
+    ]
+
+
+def test_a_sample_knows_its_place_in_the_list(app: AppClient) -> None:
+    asked = {"run": RUN, "step": 2, "order": "-reward"}
+    rows = [row["line"] for row in app.get("samples", size=500, **asked)["rows"]]
+    assert len(rows) > 3
+    for at, line in enumerate(rows):
+        found = app.get("sample", line=line, **asked)
+        beside = [rows[i] if 0 <= i < len(rows) else None for i in (at - 1, at + 1)]
+        assert (found["at"], found["total"]) == (at, len(rows))
+        assert [found["previous"], found["next"]] == beside
+    other = next(line for line in range(500) if line not in rows)
+    found = app.get("sample", line=other, **asked)
+    assert found["at"] is found["previous"] is found["next"] is None
+    last = app.get("sample", run=RUN, line=0)
+    assert last["next"] is None and last["at"] == last["total"] - 1, "the newest come first"
+
+
+def test_commands_of_a_finding_name_the_run(runs: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "my run"
+    shutil.copytree(runs / RUN, copy)
+    metrics = [m for m in lines(runs, "metrics.jsonl") if "reward/std" in m][:1]
+    same = [
+        {**metrics[0], "step": step, "reward/std": 0.0, "groups/zero_variance": 1.0}
+        for step in range(1, 31)
+    ]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in same))
+    with web_app(tmp_path) as app:
+        page = app.get("run", run="my run")
+        fixes = {one["kind"]: one["fix"] for one in page["findings"]}
+        assert f"`reinforge runs why '{copy}' --group 0`" in fixes["constant_reward"]
+        whats = [one["what"] for one in page["findings"] if not one["because"]]
+        assert [one["what"] for one in page["causes"]] == whats[: len(page["causes"])] != []
+
+
+def test_the_form_knows_all_algorithms(app: AppClient) -> None:
+    found = {one["name"]: one["family"] for one in app.get("algorithms")}
+    assert found == {name: spec.family for name, spec in TABLE.items()}
 
 
 def test_curves_are_the_lines_of_the_file(app: AppClient, runs: Path) -> None:

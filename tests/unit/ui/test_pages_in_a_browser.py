@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from helpers.needs import missing
 from helpers.paths import ROOT
@@ -180,6 +181,81 @@ def test_filters_are_in_the_address(light: Chromium, app: AppClient, runs: Path)
     assert light.evaluate("location.hash") == f"#/samples?run={RUN.replace('/', '%2F')}"
 
 
+def test_next_ends_with_the_list(light: Chromium, app: AppClient) -> None:
+    rows = app.get("samples", run=RUN, step=2, eval="false")["rows"]
+    show(light, app, f"#/samples?run={RUN}&step=2&eval=false", ".samples tbody tr")
+    light.evaluate("document.querySelector('.samples td.open a').click()")
+    for at, row in enumerate(rows):
+        light.wait_for(
+            "document.querySelector('.pages .number')?.textContent ==="
+            f" '{at + 1} of {len(rows)} samples that fit'"
+        )
+        assert light.evaluate("new URLSearchParams(location.hash.split('?')[1]).get('line')") == (
+            str(row["line"])
+        )
+        ends = texts(light, ".pages button:disabled")
+        assert ends == ["Previous"] * (at == 0) + ["Next"] * (at == len(rows) - 1)
+        light.evaluate(
+            "[...document.querySelectorAll('.pages a')]"
+            ".find(a => a.textContent === 'Next')?.click()"
+        )
+    assert light.errors == []
+
+
+def test_a_corner_shows_the_last_value_itself(light: Chromium, app: AppClient, runs: Path) -> None:
+    lines = [json.loads(s) for s in (runs / RUN / "metrics.jsonl").read_text().splitlines()]
+    last = [line["reward/mean"] for line in lines if "reward/mean" in line][-1]
+    show(light, app, f"#/run?run={RUN}", ".question .chart svg .smooth")
+    shown = light.wait_for(
+        "[...document.querySelectorAll('.chart')].find(one =>"
+        " one.querySelector('[title=\"reward/mean\"]'))?.querySelector('output').textContent"
+    )
+    assert float(shown) == pytest.approx(last, rel=1e-3)
+
+
+def test_what_was_changed_comes_before_all_settings(light: Chromium, app: AppClient) -> None:
+    show(light, app, f"#/run?run={RUN}&view=settings", "details.section")
+    light.wait_for("document.querySelectorAll('main > .panel .keys tr').length < 40")
+    first = texts(light, "main > .panel .keys th")
+    assert {"algorithm.group_size", "train.learning_rate", "rewards.1.weight"} <= set(first)
+    assert "train.optimizer.name" not in first and "rewards.0.weight" not in first
+    assert light.evaluate("document.querySelectorAll('details.section[open]').length") == 0
+
+
+def test_a_run_can_be_started_over_with_one_setting_changed(
+    light: Chromium, app: AppClient
+) -> None:
+    change = "rollout.temperature%3D0.5"
+    show(light, app, f"#/launch?from={RUN}&set={change}&name=again", ".plan .finding")
+    value = "document.getElementById('set-{}').value"
+    assert light.evaluate(value.format("rollout.temperature")) == "0.5"
+    assert light.evaluate(value.format("algorithm.name")) == "grpo"
+    assert light.evaluate(value.format("train.learning_rate")) == "0.01"
+    assert light.evaluate("document.querySelector('.plan input').value") == "again"
+    light.evaluate(
+        "[...document.querySelectorAll('button')].find(b => b.textContent === 'YAML').click()"
+    )
+    light.wait_for("document.querySelector('textarea.yaml') !== null")
+    told = yaml.safe_load(light.evaluate("document.querySelector('textarea.yaml').value"))
+    assert told["rollout"] == {"temperature": 0.5, "max_new_tokens": 6, "kv_gib": 0.01}
+    assert "dir" not in told.get("run", {}) and "engine" not in told
+
+
+def test_a_branch_without_steps_left_is_not_started(light: Chromium, app: AppClient) -> None:
+    start = "document.querySelector('form.try button[type=submit]').disabled"
+    show(light, app, f"#/run?run={RUN}&view=branch&step=4", "form.try .bad")
+    assert light.evaluate(start) is True
+    light.evaluate("document.querySelector('form.try .bad button').click()")
+    light.wait_for("document.querySelector('form.try').textContent.includes('It does 4 steps')")
+    assert light.evaluate("document.querySelector('form.try textarea').value") == "train.steps=8"
+    assert light.evaluate(start) is False
+
+
+def test_a_run_that_is_not_there_leads_to_the_list(light: Chromium, app: AppClient) -> None:
+    show(light, app, "#/samples?run=none", ".failure")
+    assert light.evaluate("document.querySelector('.failure a').getAttribute('href')") == "#/"
+
+
 def test_runs_lie_over_each_other(light: Chromium, runs: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         shutil.copytree(runs / RUN, tmp_path / name)
@@ -196,4 +272,4 @@ def test_a_server_that_is_gone_is_said(light: Chromium, runs: Path) -> None:
         show(light, app, "#/", ".runs .run")
     light.evaluate("location.hash = '#/run?run=first/grpo'")
     light.wait_for("document.querySelector('.failure') !== null")
-    assert "Is `reinforge ui` still running?" in texts(light, ".failure")[0]
+    assert "Is reinforge ui still running?" in texts(light, ".failure")[0]

@@ -49,7 +49,7 @@ export function LaunchPage({ query }: { query: URLSearchParams }) {
   return (
     <>
       <div class="title"><h1>New run</h1></div>
-      <Shown answer={schema}>{found => <Form schema={withAlgorithms(found, algorithms.value ?? [])} recipes={recipes.value ?? []} query={query} />}</Shown>
+      {!algorithms.loading && <Shown answer={schema}>{found => <Form schema={withAlgorithms(found, algorithms.value ?? [])} recipes={recipes.value ?? []} query={query} />}</Shown>}
     </>
   );
 }
@@ -155,7 +155,7 @@ function Form({ schema, recipes, query }: { schema: Schema; recipes: Recipe[]; q
         {from && !recipe && <p class="finding note">The settings of <a href={link("run", { run: from })}>{from}</a>, from its first step on{changed.length > 0 && <>, with <code>{changed.join(", ")}</code></>}.</p>}
         {shownAs === "yaml" ? (
           <label class="field">
-            <span>The configuration as YAML: what `reinforge train FILE` takes</span>
+            <span>The configuration as YAML: what <code>reinforge train FILE</code> takes</span>
             <textarea class="yaml" spellcheck={false} rows={28} value={text} onInput={event => setYaml(event.currentTarget.value)} aria-invalid={mistake !== null} />
             {mistake && <span class="bad" role="alert">{mistake}</span>}
           </label>
@@ -190,8 +190,8 @@ function Told({ plan, text, elsewhere, problems, named, tryAll }: ToldProps) {
       ) : (
         <p class="finding bad"><b>{problems.length === 1 ? "One thing" : `${problems.length} things`} to mend.</b>{problems.length > elsewhere.length ? " It is marked in the form." : ""}</p>
       )}
-      {elsewhere.map(one => <p key={one.what} class="finding bad">{one.where && <code>{one.where} </code>}<b>{one.what}</b> {one.fix}</p>)}
-      {warnings.map(one => <p key={one} class="finding warn">{one}</p>)}
+      {elsewhere.map(one => <p key={one.what} class="finding bad">{one.where && <code>{one.where} </code>}<b><Coded text={one.what} /></b> <Coded text={one.fix ?? ""} /></p>)}
+      {warnings.map(one => <p key={one} class="finding warn"><Coded text={one} /></p>)}
       {ok && !plan.value.checked && <button type="button" class="quiet" disabled={plan.asking} onClick={tryAll}>{plan.asking ? "Checking …" : "Try its data and rewards too"}</button>}
       {ok && plan.value.checked && <p class="soft">Data and rewards were tried.</p>}
       {says.length > 0 && <pre class="code says-plan" tabIndex={0}>{says.join("\n")}</pre>}

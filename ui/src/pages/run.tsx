@@ -226,7 +226,7 @@ function Time({ phases, view }: { phases: PhasePage; view: View }) {
 function steps({ step, until, count }: RunEvent): string {
   if (step === null) return count > 1 ? `${count} times` : "";
   if (count === 1 || until === null) return `step ${step}`;
-  return until - step + 1 === count ? `steps ${step} to ${until}` : `${count} of steps ${step} to ${until}`;
+  return until - step + 1 === count ? `steps ${step} to ${until}` : `${count} times, steps ${step} to ${until}`;
 }
 
 function Events({ page }: { page: RunData }) {

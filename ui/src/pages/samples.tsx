@@ -1,4 +1,5 @@
 // What the model wrote: one line a sample, filtered by the address, so that a filter can be sent to somebody.
+import type { ComponentChildren } from "preact";
 import { useAnswer, type Query, type SampleLine, type Samples } from "../api";
 import { show } from "../draw";
 import { Empty, Field, Said, Shown } from "../parts";
@@ -54,17 +55,16 @@ export function SamplesPage({ run, query }: { run: string; query: URLSearchParam
             {orders.map(([name, text]) => <option key={name} value={name}>{text}</option>)}
           </select>
         </Field>
-        {some && <button type="button" class="quiet" onClick={() => replace(link("samples", { run }))}>Clear filters</button>}
       </div>
       <Shown answer={answer}>
         {found => found.total ? (
           <>
-            <Pages found={found} set={set} />
+            <Pages found={found} set={set}>{some && <Clear run={run} />}</Pages>
             <Table run={run} rows={found.rows} list={asked} />
             {found.total > SIZE && <Pages found={found} set={set} />}
           </>
         ) : some ? (
-          <Empty title="No sample fits these filters." />
+          <Empty title="No sample fits these filters."><Clear run={run} /></Empty>
         ) : (
           <Empty title="The run recorded no samples.">Samples are written every run.log.samples_every steps; a run of fine-tuning on given answers has none but those of its evaluations.</Empty>
         )}
@@ -85,11 +85,16 @@ function Choice({ label, value, options, change, none = "all" }: { label: string
   );
 }
 
-function Pages({ found, set }: { found: Samples; set(changes: Query): void }) {
+function Clear({ run }: { run: string }) {
+  return <button type="button" class="link" onClick={() => replace(link("samples", { run }))}>Clear filters</button>;
+}
+
+function Pages({ found, set, children }: { found: Samples; set(changes: Query): void; children?: ComponentChildren }) {
   const last = Math.max(Math.ceil(found.total / SIZE), 1);
   return (
     <div class="pages" role="group" aria-label="Pages of samples">
       <span class="number">{found.total.toLocaleString("en")} {found.total === 1 ? "sample" : "samples"}</span>
+      {children}
       {last > 1 && (
         <>
           <button type="button" class="quiet" disabled={found.page <= 0} onClick={() => set({ page: found.page - 1 })}>Previous</button>
