@@ -19,7 +19,7 @@ export interface RunLine {
   reward: number | null;
   best_eval: BestEval | null;
   troubles: string[];
-  causes: { what: string; knob: Knob | null }[];
+  causes: { what: string; fix: string; knob: Knob | null }[];
   tags: string[];
   updated: number;
   spark: [number, number | null][];

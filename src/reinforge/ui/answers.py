@@ -58,6 +58,7 @@ class CauseLine(Answer):
     """What speaks against a run, and the setting to turn."""
 
     what: str
+    fix: str
     knob: KnobAnswer | None
 
 
@@ -76,7 +77,7 @@ class RunLine(Answer):
     reward: Number
     best_eval: BestEval | None
     troubles: list[str] = Field(description="What speaks against it, the first cause first.")
-    causes: list[CauseLine] = Field(description="The same, without what to read before.")
+    causes: list[CauseLine] = Field(description="The same in parts.")
     tags: list[str]
     updated: float = Field(description="When it wrote last, by its own clock.")
     spark: list[list[Number]] = Field(description="[step, value] of its main metric.")

@@ -52,7 +52,7 @@ def _line(record: RunRecord, run: Mapping[str, Any]) -> dict[str, Any]:
         **{name: line[name] for name in ("algorithm", "model", "reward", "best_eval")},
         "troubles": run["troubles"],
         "causes": [
-            {"what": trouble.what, "knob": _knob(trouble)}
+            {"what": trouble.what, "fix": _fix(trouble, record), "knob": _knob(trouble)}
             for trouble in record.troubles()
             if trouble.is_cause
         ],
@@ -116,12 +116,17 @@ def _knob(trouble: Trouble) -> dict[str, Any] | None:
     return None if knob is None else {"key": knob.key, "value": knob.value, "was": knob.was}
 
 
-def _finding(trouble: Trouble, record: RunRecord) -> dict[str, Any]:
+def _fix(trouble: Trouble, record: RunRecord) -> str:
+    """What to do, with this run in the commands."""
     place = shlex.quote(str(record.path))
+    return COMMAND.sub(lambda found: found[0].replace("RUN", place), trouble.fix)
+
+
+def _finding(trouble: Trouble, record: RunRecord) -> dict[str, Any]:
     return {
         "kind": trouble.kind,
         "what": trouble.what,
-        "fix": COMMAND.sub(lambda found: found[0].replace("RUN", place), trouble.fix),
+        "fix": _fix(trouble, record),
         "evidence": list(trouble.evidence),
         "since": trouble.since,
         "action": trouble.action,

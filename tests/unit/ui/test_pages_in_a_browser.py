@@ -218,7 +218,7 @@ def test_what_was_changed_comes_before_all_settings(light: Chromium, app: AppCli
     light.wait_for("document.querySelectorAll('main > .panel .keys tr').length < 40")
     first = texts(light, "main > .panel .keys th")
     assert {"algorithm.group_size", "train.learning_rate", "rewards.1.weight"} <= set(first)
-    assert "train.optimizer.name" not in first and "rewards.0.weight" not in first
+    assert "train.precision" not in first and "rewards.0.weight" not in first
     assert light.evaluate("document.querySelectorAll('details.section[open]').length") == 0
 
 

@@ -2,7 +2,7 @@
 import { useState } from "preact/hooks";
 import { offers, useAnswer, type RunLine } from "../api";
 import { show } from "../draw";
-import { Badge, Empty, Progress, Shown, Spark, Turned } from "../parts";
+import { Badge, Coded, Empty, Progress, Shown, Spark, Turned } from "../parts";
 import { link } from "../route";
 import { ago, duration, percent, short, when } from "../words";
 
@@ -92,7 +92,7 @@ function Line({ run, chosen, toggle }: { run: RunLine; chosen: boolean; toggle()
           {run.causes.slice(0, 1).map(one => (
             <div key={one.what} class="trouble">
               <p>{one.what}</p>
-              {one.knob && <span class="knob"><span>Try</span> <Turned knob={one.knob} /></span>}
+              {one.knob ? <span class="knob"><span>Try</span> <Turned knob={one.knob} /></span> : <p class="advice"><Coded text={one.fix} /></p>}
             </div>
           ))}
           {run.troubles.length > 1 && <p class="soft">and {run.troubles.length - 1} more</p>}
