@@ -65,7 +65,7 @@ function Form({ schema, recipes, query }: { schema: Schema; recipes: Recipe[]; q
   const [starting, setStarting] = useState(false);
   const [recipe, setRecipe] = useState("");
   const [tried, setTried] = useState(""); // the text whose data and rewards are to be tried
-  const plan = usePlan(text, tried === text);
+  const plan = usePlan(text, name.trim(), tried === text);
   const problems = (plan.value?.problems ?? []).map(one => ({ ...one, where: one.where?.replace(/\[(\d+)\]/g, ".$1") ?? null }));
 
   function setYaml(given: string): void {
@@ -202,7 +202,7 @@ function Told({ plan, text, elsewhere, problems, named, tryAll }: ToldProps) {
 interface PlanState { value: Plan | null; failure: Failure | null; asking: boolean }
 
 /** What `plan` says of the text, asked once nothing has been typed for a moment. */
-function usePlan(text: string, full: boolean): PlanState {
+function usePlan(text: string, name: string, full: boolean): PlanState {
   const [state, setState] = useState<PlanState>({ value: null, failure: null, asking: false });
   const asked = useRef(0);
   useEffect(() => {
@@ -214,14 +214,14 @@ function usePlan(text: string, full: boolean): PlanState {
     setState(old => ({ ...old, asking: true }));
     const timer = window.setTimeout(async () => {
       try {
-        const value = await send<Plan>("api/plan", { yaml: text, full });
+        const value = await send<Plan>("api/plan", { yaml: text, name: name || null, full });
         if (mine === asked.current) setState({ value, failure: null, asking: false });
       } catch (error) {
         if (mine === asked.current) setState({ value: null, failure: error as Failure, asking: false });
       }
     }, WAIT);
     return () => window.clearTimeout(timer);
-  }, [text, full]);
+  }, [text, name, full]);
   return state;
 }
 
