@@ -205,13 +205,16 @@ interface PlanState { value: Plan | null; failure: Failure | null; asking: boole
 function usePlan(text: string, name: string, full: boolean): PlanState {
   const [state, setState] = useState<PlanState>({ value: null, failure: null, asking: false });
   const asked = useRef(0);
+  const of = useRef("");
   useEffect(() => {
     const mine = ++asked.current;
     if (!text.trim()) {
       setState({ value: null, failure: null, asking: false });
       return;
     }
-    setState(old => ({ ...old, asking: true }));
+    // another name changes nothing that would keep the run from being started
+    setState(old => ({ ...old, asking: of.current !== text || full }));
+    of.current = text;
     const timer = window.setTimeout(async () => {
       try {
         const value = await send<Plan>("api/plan", { yaml: text, name: name || null, full });
