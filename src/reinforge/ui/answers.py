@@ -176,8 +176,8 @@ class ConfigPage(Answer):
     changed: list[ConfigPart]
 
 
-class SampleRow(Answer):
-    """One sample in a list; texts are cut."""
+class RecordedSample(Answer):
+    """What is told of a sample wherever it is shown."""
 
     line: int
     step: int | None
@@ -192,8 +192,13 @@ class SampleRow(Answer):
     advantage: Number
     length: int | None
     stop: str | None
-    turns: int
     eval: bool
+
+
+class SampleRow(RecordedSample):
+    """One sample in a list; texts are cut."""
+
+    turns: int
     tokens: bool = Field(description="Whether its tokens were recorded one by one.")
 
 
@@ -237,23 +242,9 @@ class TokenTable(Answer):
     )
 
 
-class SamplePage(Answer):
+class SamplePage(RecordedSample):
     """All that is recorded of one sample."""
 
-    line: int
-    step: int | None
-    row: str | None
-    uid: str | None
-    group: str | None
-    sample: int | None
-    prompt: str
-    completion: str
-    reward: Number
-    components: dict[str, Number]
-    advantage: Number
-    length: int | None
-    stop: str | None
-    eval: bool
     at: int | None = Field(description="Its place among the samples that are asked for, from 0.")
     total: int = Field(description="How many these are.")
     previous: int | None = Field(description="The line of the sample before it.")

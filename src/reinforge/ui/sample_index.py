@@ -28,7 +28,6 @@ from reinforge.watch.why import advantage_of
 FILE = "samples.jsonl"
 TEXT_BEGINS = b', "prompt": '
 TEXT_ENDS = b', "reward": '  # no text has these: a quote inside of one is escaped
-ANSWER_BEGINS = b', "completion": '
 NONE = -1
 FAR = 2**62  # no number of a sample
 BLOCK = 64  # lines that are added at once
@@ -100,7 +99,7 @@ class SampleIndex:
 
     def _add(self, block: Sequence[tuple[int, bytes]]) -> None:
         """Lines of the file, column by column."""
-        kept = [(at, raw, line) for at, raw in block if (line := _without_texts(raw)) is not None]
+        kept = [(at, raw, line) for at, raw in block if (line := parse_line(raw)) is not None]
         lines = [line for _, _, line in kept]
         training = [_object(line.get("training")) for line in lines]
         stops = [str(line.get("stop")) for line in lines]
@@ -125,7 +124,9 @@ class SampleIndex:
                 for line, told in zip(lines, training, strict=True)
             ]
         )
-        self._texts.extend([hash((line.get("step"), _answer(raw))) for _, raw, line in kept])
+        self._texts.extend(
+            [hash((str(line.get("step")), str(line.get("completion")))) for line in lines]
+        )
         parts = [_object(line.get("components")) for line in lines]
         for name in dict.fromkeys(name for part in parts for name in part):
             self._components.setdefault(name, array("d", [np.nan]) * before)
@@ -258,19 +259,6 @@ def _comparison(asked: str) -> tuple[str, str, float]:
         return match[1], match[2], float(match[3])
     except ValueError:
         return asked, "", 0.0
-
-
-def _without_texts(raw: bytes) -> dict[str, Any] | None:
-    """A line without its prompt and completion, most of what there is to parse."""
-    begin = raw.find(TEXT_BEGINS)
-    end = raw.find(TEXT_ENDS, begin)
-    return parse_line(raw[:begin] + raw[end:] if 0 < begin < end else raw)
-
-
-def _answer(raw: bytes) -> bytes:
-    """The completion as it is written in a line."""
-    begin = raw.find(ANSWER_BEGINS)
-    return raw[begin : raw.find(TEXT_ENDS, begin)]
 
 
 def _number(value: Any) -> float:
