@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3_5TextConfig, Q
 from reinforge.algorithms.build import build
 from reinforge.backends.local import LocalBackend
 from reinforge.config.adapter import AdapterConfig
+from reinforge.config.optimizer import OptimizerConfig
 from reinforge.config.train import TrainConfig
 from reinforge.core import routes
 from reinforge.core.arrays import floats, ints
@@ -101,7 +102,12 @@ SHAPES = {
         "linear_value_head_dim": 128,
     },
 }
-KINDS = {"moe": Qwen3MoeConfig, "hybrid": Qwen3_5TextConfig}  # others: Qwen2
+SHAPES["moe-half"] = {**SHAPES["moe"], "num_hidden_layers": 12}
+KINDS = {
+    "moe": Qwen3MoeConfig,
+    "moe-half": Qwen3MoeConfig,
+    "hybrid": Qwen3_5TextConfig,
+}  # others: Qwen2
 PROMPTS = 64
 GROUP = 8
 PROMPT = 256
@@ -160,11 +166,11 @@ def state_bytes(model: CausalModel) -> int:
     return int(2 * kinds.count("linear_attention") * one)
 
 
-def floors(model: CausalModel, response: float) -> dict[str, float]:
+def floors(model: CausalModel, response: float, prompts: int = PROMPTS) -> dict[str, float]:
     """Seconds that no implementation can beat: decode reads weights, cache and state, everything
     does its flops once.
     """
-    rows = PROMPTS * GROUP
+    rows = prompts * GROUP
     body = weights_read(model, 1)
     cache = 2 * cache_numbers(model) * (PROMPT + response / 2)
     flops = 2 * body * rows * (response + PROMPT / GROUP)
@@ -225,9 +231,9 @@ def stop_tokens(count: int) -> tuple[int, ...]:
     return tuple(range(FIRST_STOP, FIRST_STOP + count))
 
 
-def prompts_of() -> list[list[int]]:
+def prompts_of(count: int = PROMPTS) -> list[list[int]]:
     return torch.randint(
-        10, 49000, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(1)
+        10, 49000, (count, PROMPT), generator=torch.Generator().manual_seed(1)
     ).tolist()
 
 
@@ -273,6 +279,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--budget", type=int, default=0, help="tokens per micro-batch; 0 = auto")
     parser.add_argument("--no-train", action="store_true")
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument(
+        "--lean", action="store_true", help="split masters, 8-bit moments, bfloat16 gradients"
+    )
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--exact", action="store_true", help="model.exact")
     parser.add_argument(
@@ -300,11 +310,11 @@ def main() -> None:
         model = CausalModel(model.module, exact=True)
     if args.compile:
         model.compile_layers()
-    prompts = prompts_of()
+    prompts = prompts_of(args.prompts)
     params = sampling_of(args.lengths, args.response)
     engine = NativeEngine(
         model,
-        max_batch=PROMPTS * GROUP,
+        max_batch=args.prompts * GROUP,
         longest=PROMPT + args.response,
         routes=args.replay != "off",
     )
@@ -313,6 +323,9 @@ def main() -> None:
         learning_rate=1e-6,
         tokens_per_microbatch=args.budget or "auto",
         router_replay=args.replay,
+        optimizer=OptimizerConfig(name="adamw_8bit", masters="split", gradients="bfloat16")
+        if args.lean
+        else OptimizerConfig(),
     )
     backend = LocalBackend(model, cfg, total_steps=args.steps)
     algorithm = build("grpo", max_new_tokens=args.response)
@@ -362,8 +375,8 @@ def main() -> None:
                 sort_by="cuda_time_total", row_limit=22, max_name_column_width=70
             )
         )
-    mean = rows[-1]["tokens"] / (PROMPTS * GROUP)
-    floor = floors(model, mean)
+    mean = rows[-1]["tokens"] / (args.prompts * GROUP)
+    floor = floors(model, mean, args.prompts)
     best = {k: min(r[k] for r in rows[1:] or rows) for k in ("generate", "train", "step")}
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     result = {

@@ -8,8 +8,10 @@ The work is that of gpu_step.py: 64 prompts of 256 tokens x 8 samples, --respons
 random model of a known shape. Prints for every step: seconds of generation, of training, of the
 update (publish, stage, commit, prefix cache, proof) and of the whole step, the probe's error in
 nats and the mismatch of sampled log-probs; then the best of them without the first step. The
-server's Python and its PYTHONPATH may be others than ours. With --peer, TRL does the same step
-afterwards (benchmarks/peers/trl_step.py).
+server's Python and its PYTHONPATH may be others than ours. With --replay (a mixture of experts)
+the server tells where its tokens went, and the trainer computes the same samples with its own
+choice and with that one: mismatch and share of choices that differ; norms alone are trained. With
+--peer, TRL does the same step afterwards (benchmarks/peers/trl_step.py).
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from reinforge.engines.served.dialect import ServerSetup
 from reinforge.engines.served.engine import ServedEngine
 from reinforge.engines.served.make import make_served
 from reinforge.models.causal import CausalModel
+from reinforge.models.routing import routed_layers
 
 
 def arguments() -> argparse.Namespace:
@@ -81,6 +84,8 @@ def arguments() -> argparse.Namespace:
         help="draws that depend on the order of arrival, which vLLM samples faster",
     )
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--replay", action="store_true", help="of the experts that vLLM chose")
     parser.add_argument(
         "--peer", choices=("vllm", "transformers"), help="TRL's engine; without it TRL does not run"
     )
@@ -115,10 +120,32 @@ def make_engine(
             4096,
             model.head.weight.shape[0],
             longest=PROMPT + args.response,
-            max_batch=PROMPTS * GROUP // args.replicas,
+            max_batch=args.prompts * GROUP // args.replicas,
+            routed=routed_layers(model) if args.replay else None,
         ),
         trainer_score(model),
     )
+
+
+async def replayed(args: argparse.Namespace, model: CausalModel, engine: ServedEngine) -> None:
+    """The same samples with the trainer's own choice of experts, and with the server's."""
+    await engine.update(Weights("shared", module=model.module), 0)
+    for name, parameter in model.module.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    prompts = prompts_of(args.prompts)
+    completions = await rollouts(engine, prompts, sampling_of(args.lengths, args.response), 0)
+    await engine.sleep()
+    samples = to_samples(prompts, completions)
+    algorithm = build("grpo", max_new_tokens=args.response)
+    for mode in ("off", "count", "on", "differing"):
+        cfg = TrainConfig(steps=1, tokens_per_microbatch=args.budget or "auto", router_replay=mode)
+        backend = LocalBackend(model, cfg, total_steps=1)
+        batches = pack(samples, backend.budget, share=backend.share)
+        algorithm.advantages(batches)
+        found = backend.forward_backward(batches, algorithm.loss, Totals.of(batches, args.response))
+        told = {k: v for k, v in found.items() if k.startswith(("mismatch/", "experts/dis"))}
+        print(json.dumps({"replay": mode, **told}), flush=True)
+        backend.optimizer.zero()
 
 
 async def steps(
@@ -146,7 +173,7 @@ async def steps(
         total_steps=args.steps,
     )
     algorithm = build("grpo", max_new_tokens=args.response)
-    prompts = prompts_of()
+    prompts = prompts_of(args.prompts)
     params = sampling_of(args.lengths, args.response)
     sync = torch.cuda.synchronize if model.device.type == "cuda" else (lambda: None)
     rows: list[dict[str, Any]] = []
@@ -207,6 +234,8 @@ def main() -> None:
         model.compile_layers()
     engine = make_engine(args, model, folder, saved)
     try:
+        if args.replay:
+            return asyncio.run(replayed(args, model, engine))
         rows = asyncio.run(steps(args, model, engine))
     except BaseException:
         for replica in engine.replicas:

@@ -2,6 +2,7 @@
 
     python benchmarks/kill_resume.py --kills 20 --seed 0
     python benchmarks/kill_resume.py --algorithm sft --subprocesses 20
+    python benchmarks/kill_resume.py --device cuda --model MODEL --kills 10 --jobs 5 [--adapter]
 
 An uninterrupted run is the yardstick. Then, for each kill: a fresh run directory, start, SIGKILL at
 a random moment (uniform over what the uninterrupted run took after its start-up), the same command
@@ -11,6 +12,9 @@ cursor, counters), every metric of every step (each exactly once), and every rec
 
 Then one kill at each named point of a save and of a step (REINFORGE_CRASH_AT). Exits with 1 unless
 everything is equal.
+
+On a GPU: a model of yours in bfloat16 with micro-batches and a cache of a given size, because
+--jobs trials share the memory; then --repeats whole runs one after another with nothing set.
 """
 
 from __future__ import annotations
@@ -22,15 +26,29 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 from helpers import cli_runs  # noqa: E402
 
-STEPS = {"grpo": 14, "sft": 40}  # SFT steps are shorter
+STEPS = {"grpo": 14, "ppo": 14, "sft": 40}  # SFT steps are shorter
+# on a GPU: a real batch, sizes that do not depend on what others leave of the memory
+ON_GPU = {
+    "rollout": {"max_new_tokens": 64, "kv_gib": 2},
+    "train": {"prompts_per_step": 16, "learning_rate": 1e-5, "tokens_per_microbatch": 8192},
+    "algorithm": {"group_size": 8},
+}
+AS_THEY_ARE: dict[str, Any] = {
+    "rollout": {"max_new_tokens": 64, "kv_gib": None},
+    "train": {"prompts_per_step": 16, "learning_rate": 1e-5},
+    "algorithm": {"group_size": 8},
+}
 POINTS = (
     "save:after-tensors@1",
     "save:after-tensors@4",
@@ -52,9 +70,14 @@ class Bench:
     folder: Path
     config: Path
     steps: int
-    rng: random.Random
     startup: float = 0.0  # of a forked run, seconds
     seconds: float = 0.0  # from the start-up's end to the run's end
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def start(self, name: str, forked: bool, **env: str) -> cli_runs.Started:
+        return cli_runs.start(
+            self.command(name), self.folder, env={**self.env, **env}, forked=forked
+        )
 
     def command(self, name: str) -> list[str]:
         return ["train", str(self.config), f"run.dir={name}"]
@@ -65,7 +88,7 @@ class Bench:
         """
         # the first fork waits for the server's imports
         for name, forked in (("whole", False), ("warm-up", True), ("whole-forked", True)):
-            process = cli_runs.start(self.command(name), self.folder, forked=forked)
+            process = self.start(name, forked)
             process.until((self.folder / name / "events.jsonl").exists)
             self.startup = time.monotonic() - process.began
             if process.wait() != 0:
@@ -78,31 +101,34 @@ class Bench:
             raise SystemExit(f"two uninterrupted runs differ: {'; '.join(found)}")
         return expected
 
-    def trial(self, name: str, forked: bool, expected: cli_runs.Evidence) -> tuple[str, list[str]]:
+    def trial(
+        self, name: str, forked: bool, expected: cli_runs.Evidence, seed: int
+    ) -> tuple[str, list[str]]:
         """One run that is killed, perhaps twice, and resumed to its end: (what happened, what
         differs).
         """
+        rng = random.Random(seed)
         run_dir = self.folder / name
         kills = []
         while not kills:
-            process = cli_runs.start(self.command(name), self.folder, forked=forked)
+            process = self.start(name, forked)
             process.until((run_dir / "events.jsonl").exists)
-            at = self.rng.uniform(0.0, self.seconds)
+            at = rng.uniform(0.0, self.seconds)
             time.sleep(at)
             if process.kill() == -signal.SIGKILL:
                 kills.append(f"{at:5.2f} s, step {last_step(run_dir):2d}")
             else:  # it was faster than the yardstick: once more, from nothing
                 name += "x"
                 run_dir = self.folder / name
-        if self.rng.random() < AGAIN:
-            process = cli_runs.start(self.command(name), self.folder, forked=True)
-            time.sleep(self.rng.uniform(0.0, self.startup + self.seconds / 2))
+        if rng.random() < AGAIN:
+            process = self.start(name, True)
+            time.sleep(rng.uniform(0.0, self.startup + self.seconds / 2))
             if process.kill() == -signal.SIGKILL:
                 kills.append(f"again at step {last_step(run_dir):2d}")
         return "; ".join(kills), self.finish(name, forked, expected)
 
     def finish(self, name: str, forked: bool, expected: cli_runs.Evidence) -> list[str]:
-        process = cli_runs.start(self.command(name), self.folder, forked=forked)
+        process = self.start(name, forked)
         code = process.wait()
         return (
             cli_runs.differences(self.folder / name, expected, self.steps)
@@ -110,11 +136,16 @@ class Bench:
             else [f"exit code {code}: {process.output()[-500:]}"]
         )
 
+    def digest(self, name: str) -> str:
+        """That of a whole run."""
+        process = self.start(name, False)
+        if process.wait() != 0:
+            raise SystemExit(f"a whole run failed:\n{process.output()}")
+        return cli_runs.evidence(self.folder / name).digest
+
     def crash(self, point: str, expected: cli_runs.Evidence) -> list[str]:
         name = "crash-" + point.replace(":", "-").replace("@", "-")
-        code = cli_runs.start(
-            self.command(name), self.folder, env={"REINFORGE_CRASH_AT": point}, forked=True
-        ).wait()
+        code = self.start(name, True, REINFORGE_CRASH_AT=point).wait()
         return (
             self.finish(name, True, expected)
             if code == -signal.SIGKILL
@@ -149,29 +180,52 @@ def main() -> int:
         default=True,
         help="also kill at the named points",
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", type=Path, help="directory of a model; default: a tiny one")
+    parser.add_argument("--adapter", action="store_true", help="LoRA of rank 16")
+    parser.add_argument("--jobs", type=int, default=1, help="trials at once")
+    parser.add_argument("--repeats", type=int, default=0, help="whole runs with nothing set")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kill-resume-") as name:
         folder = Path(name)
         steps = STEPS[args.algorithm]
-        config = cli_runs.write_config(
-            folder, cli_runs.make_model(folder), args.algorithm, train={"steps": steps}
-        )
-        bench = Bench(folder, config, steps, random.Random(args.seed))
+        model = args.model or cli_runs.make_model(folder)
+        on_gpu = args.device == "cuda"
+        env = {"CUDA_VISIBLE_DEVICES": "0"} if on_gpu else {}
+        changes: dict[str, Any] = {"train": {"steps": steps}}
+        if args.adapter:
+            changes["adapter"] = {"rank": 16}
+        if args.algorithm == "ppo":
+            changes["critic"] = {}
+
+        def config_of(name: str, sizes: Mapping[str, Any]) -> Path:
+            asked = cli_runs.merged(sizes, changes) if on_gpu else changes
+            return cli_runs.write_config(folder / name, model, args.algorithm, **asked)
+
+        bench = Bench(folder, config_of("set", ON_GPU), steps, env=env)
         expected = bench.measure()
         print(
             f"{args.algorithm}: {steps} steps in {bench.seconds:.2f} s after a start-up of"
-            f" {bench.startup:.2f} s, digest {expected.digest[:16]}"
+            f" {bench.startup:.2f} s, digest {expected.digest[:16]}",
+            flush=True,
         )
         equal = points = 0
-        for i in range(args.kills):
-            forked = i >= args.subprocesses
-            what, found = bench.trial(f"kill-{i}", forked, expected)
-            equal += not found
-            print(
-                f"kill {i + 1:3d} ({'fork   ' if forked else 'process'}) at {what}:"
-                f" {'; '.join(found) or 'equal'}",
-                flush=True,
-            )
+
+        def killed(i: int) -> tuple[str, list[str]]:
+            return bench.trial(f"kill-{i}", i >= args.subprocesses, expected, args.seed * 1000 + i)
+
+        with ThreadPoolExecutor(args.jobs) as pool:
+            for i, (what, found) in enumerate(pool.map(killed, range(args.kills))):
+                equal += not found
+                print(
+                    f"kill {i + 1:3d} ({'fork   ' if i >= args.subprocesses else 'process'}) at"
+                    f" {what}: {'; '.join(found) or 'equal'}",
+                    flush=True,
+                )
+        bench.config = config_of("default", AS_THEY_ARE)
+        digests = {bench.digest(f"repeat-{i}") for i in range(args.repeats)}
+        if args.repeats:
+            print(f"{args.repeats} runs with nothing set: {len(digests)} different digests")
         for point in POINTS if args.points else ():
             found = bench.crash(point, expected)
             points += not found
@@ -180,7 +234,7 @@ def main() -> int:
         f"{equal} of {args.kills} equal"
         + (f", and {points} of {len(POINTS)} at named points" if args.points else "")
     )
-    return int(equal < args.kills or (args.points and points < len(POINTS)))
+    return int(equal < args.kills or (args.points and points < len(POINTS)) or len(digests) > 1)
 
 
 if __name__ == "__main__":

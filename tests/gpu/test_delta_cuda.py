@@ -220,7 +220,8 @@ def test_a_whole_model_has_the_gradients_of_transformers(
     for ours in (False, True):
         monkeypatch.setattr(recurrences, "_takes_ours", lambda *_, ours=ours: ours)
         model.module.zero_grad()
-        loss = model.logprobs(Batch.pack(samples, share=True), temperature=1.0)[0]
+        batch = Batch.pack(samples, share=True).to(DEVICE)
+        loss = model.logprobs(batch, temperature=1.0)[0]
         (loss * torch.linspace(-1, 2, len(loss), device=DEVICE)).sum().backward()
         found[ours] = {
             n: p.grad.clone() for n, p in model.module.named_parameters() if p.grad is not None

@@ -31,7 +31,7 @@ from helpers.paths import SRC
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(SRC),
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(SRC), os.environ.get("PYTHONPATH")])),
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from reinforge.backends.compact import CompactOptimizer
+from reinforge.backends.deterministic import Determinism
 from reinforge.backends.ema import WeightAverage
 from reinforge.backends.experts import TrainedExperts
 from reinforge.backends.microbatch import (
@@ -80,6 +81,7 @@ class LocalBackend:
         self.budget = self._budget(bool(reference), paired) if asked == "auto" else asked
         self.optimizer = self._optimizer()
         self.recovery = OomRecovery()
+        self.determinism = self._determinism()
         # optimizer steps done, skipped and empty ones included: the schedule's clock
         self.steps = 0
         # rows that share tokens cannot have noise of their own
@@ -117,6 +119,9 @@ class LocalBackend:
             self.model, optimizer=self.cfg.optimizer, reference=reference, paired=paired
         )
 
+    def _determinism(self) -> Determinism:
+        return Determinism(self.cfg.deterministic, self.model.device)
+
     def _optimizer(self) -> MasterOptimizer:
         kind = CompactOptimizer if self.cfg.optimizer.compact else MasterOptimizer
         return kind(self.model.module, self.cfg.optimizer)
@@ -146,12 +151,15 @@ class LocalBackend:
             try:
                 for part in parts:
                     self.recovery.working = part
-                    with memory_errors():
+                    with memory_errors(), self.determinism.enforced():
                         self._annotate(part, needs)
                 rejoin(waiting.pop(0), parts)
                 continue
             except torch.OutOfMemoryError:
                 pass  # once this block is left nothing holds the tensors of the failed pass
+            except RuntimeError as error:
+                self.determinism.give_up(error)
+                continue
             self.budget = self.recovery.smaller(self.budget, 1)
 
     def _annotate(self, batch: Batch, needs: frozenset[str]) -> None:
@@ -197,20 +205,25 @@ class LocalBackend:
         """
         fresh = not self.optimizer.gradients()
         while True:
+            failed_for_memory = False
             try:
                 with self._update():
                     return self._forward(
                         fit_to_budget(batches, self.budget, loss.unit), loss, totals
                     )
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
                 # what an earlier call of the same optimizer step added up cannot be told from what
                 # this one did
                 if not fresh:
                     raise
+                failed_for_memory = isinstance(error, torch.OutOfMemoryError)
+                if not failed_for_memory:
+                    self.determinism.give_up(error)
             self.optimizer.zero()
             if self.experts.bias is not None:
                 self.experts.bias.forget()
-            self.budget = self.recovery.smaller(self.budget, loss.unit)
+            if failed_for_memory:
+                self.budget = self.recovery.smaller(self.budget, loss.unit)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:
@@ -225,11 +238,12 @@ class LocalBackend:
     @contextmanager
     def _update(self) -> Iterator[None]:
         """Inside, layers may be computed again in the backward pass, adapters drop what they are to
-        drop, and tokens go to the experts that they are to go to.
+        drop, tokens go to the experts that they are to go to, and sums are in the same order.
         """
         self.model.recompute(True)
         try:
-            yield
+            with self.determinism.enforced():
+                yield
         finally:
             self.model.recompute(False)
             self.experts.follow(None)

@@ -129,6 +129,15 @@ class TrainConfig(Section):
         "auto",
         description="Packed tokens per forward/backward. The gradient does not depend on it.",
     )
+    deterministic: bool | Literal["auto"] = Field(
+        "auto",
+        description=(
+            "On a GPU: the same bits in every run of this configuration on the same kind of GPU"
+            " with the same versions, killed and resumed or not; 2 to 3% of the training time."
+            " auto: with the local backend, unless an operation has no such form (the log names"
+            " it). true: such an operation is an error; for every backend. A CPU always does so."
+        ),
+    )
     skip_idle: bool = Field(
         True,
         description=(

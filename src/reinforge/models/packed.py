@@ -100,9 +100,12 @@ class PackedModel:
         tokens; training and decoding make one each.
         """
         import torch._dynamo
+        import torch._inductor.config
 
         assert not self.exact, "a compiler may add up in another order for another number of tokens"
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        # tiles of sums by rule, not by which was faster this time: another tile has other bits
+        torch._inductor.config.deterministic = True
         attention.register(compiled=True)
         for layer in self.layers:
             if not holds_mixer(layer):  # who asks for its state asks the host

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from reinforge.backends.deterministic import Determinism
 from reinforge.backends.distributed.ranks import RankMember
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.microbatch import combine
@@ -41,6 +42,10 @@ class RankWorker(LocalBackend, ABC):
     writes_pieces: ClassVar[bool] = False
     stored: Mapping[str, torch.dtype]  # of each trained parameter, the precision in checkpoints
     shapes: Mapping[str, torch.Size]  # of each trained parameter, when it is whole
+
+    def _determinism(self) -> Determinism:
+        """Where it is asked for by name: ranks cannot agree to go on without in mid-pass."""
+        return Determinism(self.cfg.deterministic is True, self.model.device)
 
     @torch.no_grad()
     def annotate_packs(
