@@ -298,6 +298,8 @@ def peers_rounds(model: CausalModel, args: argparse.Namespace) -> list[Generatio
     folder = Path(tempfile.mkdtemp())
     device = device_name(model)
     model.config.architectures = [type(model.module).__name__]
+    # positions of images, which the text model has no use for and vLLM would ask it about
+    (model.config.rope_parameters or {}).pop("mrope_section", None)
     model.config.save_pretrained(folder)
     workloads = {
         name: {
