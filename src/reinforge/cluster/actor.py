@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reinforge.cluster.connect import ray
+from reinforge.core.cpus import bind, numa_cpus, threads_for
 from reinforge.core.errors import InputError, ReinforgeError
 
 MODEL = "model"  # the object that an engine in an actor of its own generates with
@@ -49,21 +50,29 @@ class ActorAddress:
     pid: int
     node: str
     ip: str
+    devices: tuple[int, ...] = ()  # the numbers of its GPUs on that machine
 
 
 class Actor:
     """The body of every actor of a run. A `WorkerGroup` starts it and calls its methods.
 
-    A factory gets the dictionary of objects first: what was made before may be used.
+    A factory gets the dictionary of objects first: what was made before may be used. It is number
+    `local` of the run's actors on its machine, which share the cores.
     """
 
-    def __init__(self, env: Mapping[str, str], cwd: str, paths: Sequence[str], threads: int):
+    def __init__(
+        self, env: Mapping[str, str], cwd: str, paths: Sequence[str], local: int, sharing: int
+    ):
+        # Ray says 1 for an actor of one logical CPU; only what the user said counts
+        os.environ.pop("OMP_NUM_THREADS", None)
         os.environ.update(env)
+        self.threads = threads_for(sharing)
+        os.environ["OMP_NUM_THREADS"] = str(self.threads)
+        bind(numa_cpus(_devices(), local, sharing))
         with contextlib.suppress(OSError):
             os.chdir(cwd)  # names of files in a config are meant from there
         sys.path += [p for p in paths if p not in sys.path]
         self.objects: dict[str, Any] = {}
-        self.threads = threads
         self._kept: list[Any] = []  # references to what was published last
 
     # ---- life ----
@@ -71,7 +80,8 @@ class Actor:
     @ray.method(concurrency_group="health")
     async def ping(self) -> ActorAddress:
         context = ray.get_runtime_context()
-        return ActorAddress(os.getpid(), context.get_node_id(), ray.util.get_node_ip_address())
+        ip = ray.util.get_node_ip_address()
+        return ActorAddress(os.getpid(), context.get_node_id(), ip, _devices())
 
     @ray.method(concurrency_group="health")
     async def port(self) -> int:
@@ -193,6 +203,12 @@ class Actor:
         await self.end()
         self.objects.clear()
         self._kept = []
+
+
+def _devices() -> tuple[int, ...]:
+    """The numbers of the GPUs that Ray gave this actor; -1 for one that has another name."""
+    given = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return tuple(sorted(int(name) if name.isdigit() else -1 for name in given))
 
 
 def _error_reply(error: Exception) -> ActorReply:

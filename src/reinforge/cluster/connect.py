@@ -59,6 +59,7 @@ try:
     from ray.exceptions import RayTaskError as RayTaskError
     from ray.util.placement_group import PlacementGroup as PlacementGroup
     from ray.util.placement_group import placement_group as placement_group
+    from ray.util.placement_group import placement_group_table as placement_group_table
     from ray.util.placement_group import remove_placement_group as remove_placement_group
     from ray.util.scheduling_strategies import (
         NodeAffinitySchedulingStrategy as NodeAffinitySchedulingStrategy,

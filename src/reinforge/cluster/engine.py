@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +101,10 @@ class RemoteEngine:
         self._gathered: list[tuple[MailboxRequest, asyncio.Future[Any]]] = []
         self._published: tuple[Any, str, int] | None = None  # references, fingerprint, version
         self._state: dict[str, int] | None = None
-        self.replicas = [EngineReplica(self._open(i)) for i in range(len(self._make_workers))]
+        # at the same time: each loads a model or starts a server
+        with ThreadPoolExecutor(len(self._make_workers)) as starting:
+            opened = starting.map(self._open, range(len(self._make_workers)))
+            self.replicas = [EngineReplica(workers) for workers in opened]
 
     def _open(self, i: int) -> WorkerGroup:
         workers = self._make_workers[i]()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 
 from reinforge.config.cluster import ClusterConfig, RoleConfig
 from reinforge.core.errors import InputError
@@ -43,8 +45,8 @@ class PlacementPlan:
 def plan(cfg: ClusterConfig, *, ranks: int, critic: bool, rewards: int, gpu: bool) -> PlacementPlan:
     """`gpu`: whether models go to GPUs.
 
-    Colocated: rank i of the trainer, and with rank 0 all that has no actor of its own there, has
-    one bundle; reward models share rank 0's, GPU included. Split: a bundle for every actor.
+    Colocated: each rank of the trainer has one bundle; reward models share the first, GPU included.
+    Split: a bundle for every actor.
     """
     made = PlacementPlan(f"{cfg.strategy.upper()}")
 
@@ -63,7 +65,7 @@ def plan(cfg: ClusterConfig, *, ranks: int, critic: bool, rewards: int, gpu: boo
             bundle(cfg.critic, "critic", ranks)
         bundle(cfg.reward, "reward", rewards)
     elif rewards:
-        share = made.places["policy"][0].gpus / (rewards + 1)  # of the first rank's GPU
+        share = made.places["policy"][0].gpus / (rewards + 1)  # of the GPU in that bundle
         made.places["policy"][0] = ActorPlacement(0, cfg.trainer.cpus, share)
         made.places["reward"] = [
             ActorPlacement(
@@ -80,6 +82,25 @@ def plan(cfg: ClusterConfig, *, ranks: int, critic: bool, rewards: int, gpu: boo
             del item[name]
         item.setdefault("CPU", 0.01)  # a bundle cannot be empty
     return made
+
+
+def rank_order(
+    nodes: Sequence[str], ips: Sequence[str], devices: Sequence[Sequence[int]]
+) -> list[int]:
+    """The actors of a role in the order in which they become ranks: machine by machine, by address,
+    and on a machine by device.
+
+    Ranks that are neighbours share tensors and sequences, and the network between machines is the
+    slow one. Ray places bundles without an order.
+
+    >>> rank_order(["b", "a", "b", "a"], ["10.0.0.9", "10.0.0.10"] * 2, [[1], [0], [0], [1]])
+    [2, 0, 1, 3]
+    """
+
+    def key(i: int) -> tuple[bytes, str, tuple[int, ...], int]:
+        return ip_address(ips[i]).packed, nodes[i], tuple(devices[i]), i
+
+    return sorted(range(len(nodes)), key=key)
 
 
 def ranks_for(cfg: ClusterConfig, gpus: float, *, critic: bool, rewards: int) -> int:

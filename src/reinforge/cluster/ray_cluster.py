@@ -67,22 +67,31 @@ class RayCluster:
 
     def workers(self, role: str, replica: int | None = None) -> WorkerGroup:
         """The actors of a role, started where they are not: all ranks of it, or one replica."""
+        workers = self._launched(role, replica)
+        workers.ready()
+        return workers
+
+    def _launched(self, role: str, replica: int | None) -> WorkerGroup:
         name = role if replica is None else f"{role}-{replica}"
         if name not in self.worker_groups:
             places = self.plan.places[role]
             if replica is not None:
                 places = [places[replica]]
             self.worker_groups[name] = WorkerGroup(self.resources, name, places)
-            self.worker_groups[name].start()
+            self.worker_groups[name].launch()
         return self.worker_groups[name]
 
     def begin(self) -> None:
         """Starts everybody who is not there, at the same time: importing takes longer than all the
         rest.
         """
-        for role, places in self.plan.places.items():
-            for replica in [None] if role in TRAINERS else range(len(places)):
-                self.workers(role, replica)
+        launched = [
+            self._launched(role, replica)
+            for role, places in self.plan.places.items()
+            for replica in ([None] if role in TRAINERS else range(len(places)))
+        ]
+        for workers in launched:
+            workers.ready()
 
     def reset(self) -> None:
         """Ends every actor that trains; the next `workers` starts it anew, in the same place or, of

@@ -10,6 +10,7 @@ from reinforge.cluster.connect import (
     PlacementGroup,
     RayError,
     placement_group,
+    placement_group_table,
     ray,
     remove_placement_group,
 )
@@ -46,6 +47,18 @@ class ResourcePool:
                     f" {have or 'nothing'})",
                 )
         return self._group
+
+    def shares(self) -> dict[int, tuple[int, int]]:
+        """By bundle: how many actors of the run have a bundle before it on the same machine, and
+        how many there are on that machine.
+        """
+        nodes = placement_group_table(self.group())["bundles_to_node_id"]
+        taken = sorted(p.bundle for places in self.plan.places.values() for p in places)
+        found = {}
+        for bundle in taken:
+            here = [other for other in taken if nodes.get(other) == nodes.get(bundle)]
+            found[bundle] = (here.index(bundle), len(here))
+        return found
 
     def spare(self, place: ActorPlacement) -> Any | None:
         """An actor that waits there with everything imported.

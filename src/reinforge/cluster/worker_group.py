@@ -13,11 +13,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from reinforge.cluster.actor import Actor, ActorAddress, ActorReply
 from reinforge.cluster.connect import (
@@ -28,8 +27,9 @@ from reinforge.cluster.connect import (
     RayTaskError,
     ray,
 )
+from reinforge.cluster.environment import forwarded
 from reinforge.cluster.errors import ActorLost
-from reinforge.cluster.placement import ActorPlacement
+from reinforge.cluster.placement import ActorPlacement, rank_order
 from reinforge.cluster.resources import ResourcePool
 from reinforge.cluster.transport import pack, unpack
 from reinforge.core import errors
@@ -56,48 +56,52 @@ class WorkerGroup:
 
     # ---- begin and end ----
 
-    def start(self) -> None:
-        group = self.resources.group()
-        threads = max(1, torch.get_num_threads() // len(self.places))
-        env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | {
-            k: v for k, v in os.environ.items() if k.startswith("HF_")
-        }
-        paths = [p or os.getcwd() for p in sys.path]
-
-        def make(place: ActorPlacement) -> Any:
-            strategy = PlacementGroupSchedulingStrategy(group, place.bundle)
-            return _Actor.options(
-                num_cpus=place.cpus, num_gpus=place.gpus, scheduling_strategy=strategy
-            ).remote(env, os.getcwd(), paths, threads)
-
+    def launch(self) -> None:
+        """Asks Ray for the actors, and does not wait for them."""
+        shares = self.resources.shares()
         self.actors = []
-        self.where = []
         for place in self.places:
             spare = self.resources.spare(place)
-            where = None if spare is None else self._address_of(spare)
-            self.actors.append(spare if where is not None else make(place))
-            self.where.append(where or ActorAddress(0, "", ""))
-        for i, actor in enumerate(self.actors):
-            self.where[i] = (
-                self._get(actor.ping.remote(), self.cfg.start)
-                if not self.where[i].pid
-                else self.where[i]
-            )
-        for actor in self.actors:
+            there = spare is not None and self._answers(spare)
+            self.actors.append(spare if there else self._make(shares, place))
+
+    def _make(self, shares: Mapping[int, tuple[int, int]], place: ActorPlacement) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(self.resources.group(), place.bundle)
+        paths = [p or os.getcwd() for p in sys.path]
+        return _Actor.options(
+            num_cpus=place.cpus, num_gpus=place.gpus, scheduling_strategy=strategy
+        ).remote(forwarded(os.environ), os.getcwd(), paths, *shares[place.bundle])
+
+    def ready(self) -> None:
+        """Waits until the actors are there, and makes ranks of them: those of one machine are
+        neighbours, in the order of its devices.
+        """
+        if self.where or not self.actors:
+            return
+        found = self._get([actor.ping.remote() for actor in self.actors], self.cfg.start)
+        order = rank_order(
+            [where.node for where in found],
+            [where.ip for where in found],
+            [where.devices for where in found],
+        )
+        self.actors = [self.actors[i] for i in order]
+        self.places = [self.places[i] for i in order]
+        self.where = [found[i] for i in order]
+        for actor in self.actors if self.resources.modules else ():
             actor.warm.remote(self.resources.modules)
         if len(self.actors) > 1:
             self._rendezvous()
-        self.resources.warm_up(make)
+        self.resources.warm_up(partial(self._make, self.resources.shares()))
 
-    def _address_of(self, spare: Any) -> ActorAddress | None:
+    def _answers(self, spare: Any) -> bool:
         """Whether a spare is there: it may have been lost with the others."""
         ping = spare.ping.remote()
         if not ray.wait([ping], timeout=self.cfg.heartbeat)[0]:
-            return None
+            return False
         with contextlib.suppress(RayError):
-            where: ActorAddress = ray.get(ping)
-            return where
-        return None
+            ray.get(ping)
+            return True
+        return False
 
     def _rendezvous(self) -> None:
         first = self.actors[0]
@@ -108,12 +112,18 @@ class WorkerGroup:
             "MASTER_ADDR": self.where[0].ip,
             "MASTER_PORT": str(port),
         }
+        nodes = [where.node for where in self.where]
+        told = []
         for rank, (actor, place) in enumerate(zip(self.actors, self.places, strict=True)):
-            local = "0" if place.gpus else str(rank)  # an actor sees only the GPUs that are its own
-            self._get(
-                actor.setenv.remote({**shared, "RANK": str(rank), "LOCAL_RANK": local}),
-                self.cfg.start,
-            )
+            # an actor sees only the GPUs that are its own
+            local = 0 if place.gpus else nodes[:rank].count(nodes[rank])
+            own = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
+            }
+            told.append(actor.setenv.remote({**shared, **own}))
+        self._get(told, self.cfg.start)
         self.following = [actor.follow.remote() for actor in self.actors[1:]]
 
     def stop(self, gently: bool = False) -> None:

@@ -13,8 +13,9 @@ from pydantic import ValidationError
 
 from helpers.toys import make_model, make_samples
 from reinforge.checkpoint.memory_snapshot import MemorySnapshot
+from reinforge.cluster.environment import forwarded
 from reinforge.cluster.mailbox import Mailbox, MailboxRequest
-from reinforge.cluster.placement import ActorPlacement, plan, ranks_for
+from reinforge.cluster.placement import ActorPlacement, plan, rank_order, ranks_for
 from reinforge.cluster.tensors import buckets_of, fingerprint, put_into, trained_of
 from reinforge.cluster.transport import LARGE, pack, unpack
 from reinforge.config.cluster import ClusterConfig
@@ -109,6 +110,35 @@ def test_ranks_are_what_the_others_leave() -> None:
     assert ranks_for(ClusterConfig(kind="ray"), 8, critic=True, rewards=1) == 8
     with pytest.raises(InputError, match="how many actors are to train is not said"):
         ranks_for(ClusterConfig(kind="ray"), 0, critic=False, rewards=0)
+
+
+def test_ranks_go_machine_by_machine() -> None:
+    """As Ray placed 24 bundles on three machines of eight."""
+    machines = [0, *[1] * 8, 0, 0, 0, 2, 0, 0, 0, 0, *[2] * 7]
+    nodes = [f"node-{'cab'[m]}" for m in machines]
+    ips = [f"10.0.0.{(9, 10, 100)[m]}" for m in machines]
+    # on each machine the last actor has the first device
+    devices = [[7 - nodes[:i].count(node)] for i, node in enumerate(nodes)]
+    order = rank_order(nodes, ips, devices)
+    assert [machines[i] for i in order] == [0] * 8 + [1] * 8 + [2] * 8
+    assert [devices[i] for i in order] == [[i] for i in range(8)] * 3
+    # simulated machines have one address
+    same = rank_order(nodes, ["10.0.0.1"] * 24, devices)
+    assert [machines[i] for i in same] == [1] * 8 + [2] * 8 + [0] * 8
+
+
+def test_actors_get_what_libraries_read_and_nothing_that_ray_decides() -> None:
+    given = {
+        **dict.fromkeys(
+            ("NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "VLLM_X", "PYTORCH_CUDA_ALLOC_CONF"), "a"
+        ),
+        **dict.fromkeys(("TORCH_NCCL_TRACE_BUFFER_SIZE", "CUDA_DEVICE_ORDER", "HF_HOME"), "b"),
+    }
+    others = dict.fromkeys(
+        ("CUDA_VISIBLE_DEVICES", "RANK", "PATH", "TORCHELASTIC_RUN_ID", "TOKENIZERS_PARALLELISM"),
+        "c",
+    )
+    assert forwarded({**given, **others}) == {**given, "TOKENIZERS_PARALLELISM": "false"}
 
 
 def test_keys_that_mean_nothing_are_refused() -> None:

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from reinforge.backends.distributed.wire import pack, unpack
+from reinforge.core.cpus import bind, numa_cpus, threads_for, visible_gpu
 from reinforge.core.errors import InputError, ReinforgeError, StoppedByPolicy
 
 IDLE = timedelta(days=30)  # how long a rank waits for a command: rollouts take what they take
@@ -70,6 +71,10 @@ class RankMember:
         self.device = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
         if kind == "cuda":
             torch.cuda.set_device(self.device)
+        if rank:  # rank 0 also runs the loop, and starts processes that belong anywhere
+            beside = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+            gpus = [visible_gpu(local)] if kind == "cuda" else []
+            bind(numa_cpus(gpus, local, beside))
         transport = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(
             transport,
@@ -341,16 +346,16 @@ def _spawn(rank: int, size: int, kind: str, port: int) -> subprocess.Popen[bytes
 
     It finds modules where this one does, and shares the cores with the others.
     """
-    threads = max(1, torch.get_num_threads() // size)
     env = {
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         PARENT: str(os.getpid()),
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(threads_for(size)),
         "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
     }
     return subprocess.Popen(
