@@ -44,6 +44,11 @@ class ProcessStarter(StrEnum):
     torchrun = "torchrun"
 
 
+class GangScheduler(StrEnum):
+    volcano = "volcano"
+    kueue = "kueue"
+
+
 def launch(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="A YAML file, as for `reinforge train`.")
@@ -79,9 +84,53 @@ def launch(
         str, typer.Option(help="kubernetes: the PersistentVolumeClaim that holds runs.")
     ] = "reinforge-runs",
     cpus: Annotated[
-        int, typer.Option(metavar="N", min=1, help="kubernetes: CPUs of each pod.")
-    ] = 8,
-    memory: Annotated[str, typer.Option(help="kubernetes: memory of each pod.")] = "64Gi",
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help=(
+                "slurm, kubernetes: CPUs of each machine; default: 8 for each GPU, or all of a"
+                " machine that is taken whole."
+            ),
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                "slurm, kubernetes: memory of each machine, as 64Gi; default: 32Gi for each GPU"
+                " and at least 64Gi (kubernetes), what the partition gives (slurm), or all of a"
+                " machine that is taken whole."
+            )
+        ),
+    ] = None,
+    exclusive: Annotated[
+        bool | None,
+        typer.Option(
+            "--exclusive/--shared",
+            help="slurm: whether machines are taken whole; default: where there are several.",
+        ),
+    ] = None,
+    shm: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                "kubernetes: size of /dev/shm, beside --memory, as 32Gi; default: half of --memory."
+            )
+        ),
+    ] = None,
+    rdma: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=N",
+            help="kubernetes: the RDMA devices of each worker, as rdma/hca=8.",
+        ),
+    ] = None,
+    gang: Annotated[
+        GangScheduler | None,
+        typer.Option(help="kubernetes: who places all pods or none: volcano or kueue."),
+    ] = None,
+    queue: Annotated[str | None, typer.Option(help="kubernetes: the queue of --gang.")] = None,
     standing: Annotated[
         bool,
         typer.Option(
@@ -120,18 +169,23 @@ def launch(
         Path(os.path.abspath(config)),
         run_dir,
         words,
-        nodes,
-        gpus,
-        time,
-        partition,
-        account,
-        image,
-        namespace,
-        claim,
-        cpus,
-        memory,
-        tuple(_pair(e) for e in env or ()),
-        python or sys.executable,
+        nodes=nodes,
+        gpus=gpus,
+        time=time,
+        partition=partition,
+        account=account,
+        image=image,
+        namespace=namespace,
+        claim=claim,
+        cpus=cpus,
+        memory=memory,
+        shm=shm,
+        exclusive=exclusive,
+        rdma=rdma,
+        gang=gang.value if gang is not None else None,
+        queue=queue,
+        env=tuple(_pair(e) for e in env or ()),
+        python=python or sys.executable,
     )
     uses_ray = not isinstance(loaded, Pipeline) and loaded.cluster.kind == "ray"
     files, command = _prepared(

@@ -32,6 +32,7 @@ ODD = (
 FAKE_SRUN = """#!/bin/bash
 printf '%s\\0' "$@" >"$FOUND/srun"
 printf '%s' "${MASTER_ADDR-} ${MASTER_PORT-} ${ODD-}" >"$FOUND/env"
+printf '%s' "${SRUN_CPUS_PER_TASK-} ${OMP_NUM_THREADS-}" >"$FOUND/cores"
 for _ in $(seq 100); do [ -e "$FOUND/stop" ] && exit "$(cat "$FOUND/stop")"; sleep 0.05; done
 """
 FAKES = {
@@ -162,6 +163,8 @@ def test_what_slurm_is_asked_for(tmp_path: Path) -> None:
         "nodes=3",
         "ntasks-per-node=8",
         "gpus-per-node=8",
+        "exclusive",
+        "mem=0",
         "time=1-12:00:00",
         "partition=gpu",
         "account=team_1",
@@ -195,10 +198,74 @@ def test_what_slurm_is_asked_for(tmp_path: Path) -> None:
         {"time": "soon"},
         {"account": "a b"},
         {"image": "x y"},
+        {"memory": "64G"},
+        {"shm": "half"},
+        {"rdma": "rdma/hca"},
+        {"queue": "team"},
+        {"gang": "kueue"},
         {"env": (("A-B", "1"),)},
     ):
         with pytest.raises(InputError):
             LaunchJob(tmp_path / "c.yaml", tmp_path / "run", **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("starter", "changes", "wanted"),
+    [
+        # several machines are taken whole, unless the user says otherwise
+        ("srun", {"nodes": 2}, {"exclusive", "mem=0"}),
+        ("srun", {"nodes": 2, "memory": "1Ti"}, {"exclusive", "mem=1048576M"}),
+        ("srun", {"nodes": 2, "cpus": 96}, {"exclusive", "mem=0", "cpus-per-task=12"}),
+        ("srun", {"nodes": 2, "exclusive": False}, {"cpus-per-task=8"}),
+        ("srun", {}, {"cpus-per-task=8"}),
+        ("srun", {"cpus": 32, "memory": "200Gi"}, {"cpus-per-task=4", "mem=204800M"}),
+        ("torchrun", {}, {"cpus-per-task=64"}),
+        ("ray", {"cpus": 40}, {"cpus-per-task=40"}),
+        ("srun", {"gpus": 0}, {"cpus-per-task=8"}),
+        ("srun", {"exclusive": True}, {"exclusive", "mem=0"}),
+    ],
+)
+def test_cores_and_memory_are_asked_for(
+    starter: slurm.Starter, changes: dict[str, Any], wanted: set[str], tmp_path: Path
+) -> None:
+    job = LaunchJob(tmp_path / "c.yaml", tmp_path / "run", **{"gpus": 8, **changes})
+    asked = {
+        line.removeprefix("#SBATCH --")
+        for line in slurm.script(job, starter).splitlines()
+        if line.startswith(("#SBATCH --exclusive", "#SBATCH --cpus", "#SBATCH --mem"))
+    }
+    assert asked == wanted
+
+
+@pytest.mark.parametrize(
+    ("starter", "given", "cores", "threads"),
+    [
+        ("srun", {"SLURM_CPUS_PER_TASK": "12"}, "12", "12"),
+        ("srun", {"SLURM_CPUS_ON_NODE": "96"}, "24", "24"),  # a whole machine, four tasks
+        ("srun", {"SLURM_CPUS_ON_NODE": "96", "OMP_NUM_THREADS": "2"}, "24", "2"),
+        ("srun", {}, "1", "1"),
+        ("torchrun", {"SLURM_CPUS_ON_NODE": "96"}, "96", "24"),  # one task, four ranks
+    ],
+)
+def test_every_task_has_its_cores(
+    starter: slurm.Starter,
+    given: dict[str, str],
+    cores: str,
+    threads: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """srun takes cores from a variable of its own, and torchrun gives a rank one thread."""
+    for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = tmp_path / "found"
+    process = start(LaunchJob(tmp_path / "c.yaml", tmp_path / "run", gpus=4), starter, found)
+    seen(found / "srun")
+    (found / "stop").write_text("0")
+    assert process.wait(20) == 0
+    assert (found / "cores").read_text() == f"{cores} {threads}"
 
 
 def test_ray_gets_files_instead_of_quotes(odd: Path) -> None:

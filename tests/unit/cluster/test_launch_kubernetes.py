@@ -77,6 +77,8 @@ def job(**changes: Any) -> LaunchJob:
         {},
         {"nodes": 1, "gpus": 0, "time": None},
         {"env": (("NCCL_DEBUG", "INFO"), ("ODD", "a\n'b'"))},
+        {"rdma": "rdma/hca=8", "gang": "volcano", "queue": "team", "shm": "100Gi"},
+        {"gang": "kueue", "queue": "team", "cpus": 2, "memory": "4Gi"},
     ],
 )
 def test_manifests_validate(changes: dict[str, Any]) -> None:
@@ -128,11 +130,66 @@ def test_what_the_job_asks_for() -> None:
         )
         mounted = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
         volumes = {v.pop("name"): v for v in pod["volumes"]}
-        assert volumes[mounted["/dev/shm"]] == {"emptyDir": {"medium": "Memory"}}
+        # 32 GiB for each GPU, and half as much for /dev/shm, which counts as the container's
+        shm, whole = (32 << 10, 96 << 10) if gpus is None else (128 << 10, 384 << 10)
+        assert volumes[mounted["/dev/shm"]] == {
+            "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm}Mi"}
+        }
+        assert container["resources"]["limits"]["memory"] == f"{whole}Mi"
+        assert container["resources"]["limits"]["cpu"] == ("8" if gpus is None else "64")
         assert volumes[mounted["/runs"]] == {
             "persistentVolumeClaim": {"claimName": "reinforge-runs"}
         }
         assert {"name": "NCCL_DEBUG", "value": "INFO"} in container["env"]
+
+
+def limits(document: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Of the head and of a worker."""
+    spec = document["spec"].get("rayClusterSpec", document["spec"])
+    head, worker = (
+        group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        for group in (spec["headGroupSpec"], spec["workerGroupSpecs"][0])
+    )
+    return head, worker
+
+
+def test_rdma_is_for_the_workers() -> None:
+    _, run = kubernetes.manifests(job(rdma="vpc.amazonaws.com/efa=32"), TEXT)
+    head, worker = limits(run)
+    assert worker["vpc.amazonaws.com/efa"] == "32" and len(head) == 2 and len(worker) == 4
+    spec = run["spec"]["rayClusterSpec"]
+    may = [
+        group["template"]["spec"]["containers"][0]["securityContext"]["capabilities"]
+        for group in (spec["headGroupSpec"], spec["workerGroupSpecs"][0])
+    ]
+    assert may == [{"drop": ["ALL"]}, {"drop": ["ALL"], "add": ["IPC_LOCK"]}]
+
+
+def test_what_is_said_of_sizes_holds() -> None:
+    given = {"cpus": 96, "memory": "1Ti", "shm": "200Gi"}
+    (cluster,) = kubernetes.manifests(job(**given), TEXT, standing=True)
+    head, worker = limits(cluster)
+    assert worker == {"cpu": "96", "memory": f"{(1024 + 200) << 10}Mi", "nvidia.com/gpu": "8"}
+    assert head == {"cpu": "8", "memory": f"{96 << 10}Mi"}
+    (small,) = kubernetes.manifests(job(cpus=2, memory="4Gi"), TEXT, standing=True)
+    assert [size["memory"] for size in limits(small)] == [f"{6 << 10}Mi"] * 2
+
+
+def test_a_scheduler_is_told_that_the_pods_belong_together() -> None:
+    known = {"app.kubernetes.io/name", "app.kubernetes.io/instance"}
+    for changes, wanted in (
+        ({}, {}),
+        ({"gang": "volcano"}, {"ray.io/scheduler-name": "volcano"}),
+        (
+            {"gang": "volcano", "queue": "team"},
+            {"ray.io/scheduler-name": "volcano", "volcano.sh/queue-name": "team"},
+        ),
+        ({"gang": "kueue", "queue": "team"}, {"kueue.x-k8s.io/queue-name": "team"}),
+    ):
+        for standing in (False, True):
+            document = kubernetes.manifests(job(**changes), TEXT, standing=standing)[-1]
+            labels = document["metadata"]["labels"]
+            assert {k: v for k, v in labels.items() if k not in known} == wanted
 
 
 def test_odd_words_arrive_as_they_are() -> None:

@@ -17,6 +17,13 @@ WORD = re.compile(r"[A-Za-z0-9][\w.:+-]*")
 TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 IMAGE = re.compile(r"[a-z0-9][\w./:@-]*", re.IGNORECASE)
+# of an extended resource and how many of it a pod gets
+RDMA = re.compile(r"[a-z0-9][a-z0-9.-]*/[A-Za-z0-9][\w.-]*=[1-9]\d*")
+MEMORY = re.compile(r"[1-9]\d*(Mi|Gi|Ti)")
+MIB = {"Mi": 1, "Gi": 1 << 10, "Ti": 1 << 20}
+CPUS_PER_GPU = 8  # where nobody says: machines with GPUs have 12 and more
+MEMORY_PER_GPU = 32 << 10  # MiB
+MEMORY_LEAST = 64 << 10  # MiB
 NAME_LIMIT = 40  # KubeRay appends to the names of jobs and wants at most 47
 
 
@@ -38,8 +45,13 @@ class LaunchJob:
     image: str = "reinforge:latest"
     namespace: str = "default"
     claim: str = "reinforge-runs"  # PersistentVolumeClaim that holds runs
-    cpus: int = 8  # of each pod
-    memory: str = "64Gi"
+    cpus: int | None = None  # of each machine; None: by its GPUs, or all of them
+    memory: str | None = None  # of each machine, without /dev/shm
+    shm: str | None = None  # size of /dev/shm; None: half of the memory
+    exclusive: bool | None = None  # machines are taken whole; None: where there are several
+    rdma: str | None = None  # e.g. rdma/hca=8: what the network's device plugin offers
+    gang: str | None = None  # who places all pods or none: volcano or kueue
+    queue: str | None = None  # of it
     env: tuple[tuple[str, str], ...] = ()
     python: str = sys.executable
     chdir: Path = field(default_factory=Path.cwd)
@@ -50,11 +62,23 @@ class LaunchJob:
             ("--account", self.account, WORD),
             ("--time", self.time, TIME),
             ("--image", self.image, IMAGE),
+            ("--memory", self.memory, MEMORY),
+            ("--shm", self.shm, MEMORY),
+            ("--rdma", self.rdma, RDMA),
+            ("--queue", self.queue, WORD),
         ):
             if value is not None and not form.fullmatch(value):
                 raise InputError(
                     f"{value!r} is not one.", where=key, fix="See `reinforge launch --help`."
                 )
+        if self.gang == "kueue" and self.queue is None:
+            raise InputError("Kueue starts what is in a queue.", where="--queue", fix="Name it.")
+        if self.queue is not None and self.gang is None:
+            raise InputError(
+                f"nobody reads the queue {self.queue!r}.",
+                where="--queue",
+                fix="Add --gang volcano or --gang kueue.",
+            )
         for name, _ in self.env:
             if not VARIABLE.fullmatch(name):
                 raise InputError(
@@ -86,6 +110,20 @@ class LaunchJob:
         return plain if plain and plain[0].isalpha() else f"run-{plain}".rstrip("-")
 
     @property
+    def whole_machines(self) -> bool:
+        return self.nodes > 1 if self.exclusive is None else self.exclusive
+
+    def cpus_of(self, gpus: int) -> int:
+        """Of a machine with so many GPUs."""
+        return self.cpus or CPUS_PER_GPU * max(1, gpus)
+
+    def memory_of(self, gpus: int) -> int:
+        """MiB of such a machine."""
+        if self.memory is not None:
+            return mebibytes(self.memory)
+        return max(MEMORY_LEAST, MEMORY_PER_GPU * gpus)
+
+    @property
     def folder(self) -> Path:
         """Where the launch keeps what it submitted."""
         return self.run_dir / "launch"
@@ -107,6 +145,14 @@ class LaunchJob:
             *self.overrides,
             *moved,
         ]
+
+
+def mebibytes(size: str) -> int:
+    """
+    >>> mebibytes("512Mi"), mebibytes("64Gi"), mebibytes("1Ti")
+    (512, 65536, 1048576)
+    """
+    return int(size[:-2]) * MIB[size[-2:]]
 
 
 def bash_array(name: str, words: list[str]) -> str:

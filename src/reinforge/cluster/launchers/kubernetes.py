@@ -2,7 +2,8 @@
 stays, for `launch --on ray`.
 
 Runs are on a PersistentVolumeClaim, so a retried job (`backoffLimit`) continues where the last one
-was. Containers are not root, have no capabilities and no service account token; Ray asks for a
+was. Containers are not root, have no capabilities (but one, where there is RDMA) and no service
+account token; Ray asks for a
 token that the operator makes a secret of.
 """
 
@@ -14,7 +15,13 @@ from typing import Any
 
 import yaml
 
-from reinforge.cluster.launchers.job import LaunchJob, seconds_of
+from reinforge.cluster.launchers.job import (
+    CPUS_PER_GPU,
+    MEMORY_LEAST,
+    LaunchJob,
+    mebibytes,
+    seconds_of,
+)
 
 CONFIG_DIR = "/etc/reinforge"
 RUNS_DIR = "/runs"
@@ -94,7 +101,20 @@ def _metadata(job: LaunchJob) -> dict[str, Any]:
 
 
 def _object(job: LaunchJob, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
-    return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": _metadata(job), "spec": spec}
+    metadata = _metadata(job)
+    metadata["labels"] |= _gang_labels(job)
+    return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": metadata, "spec": spec}
+
+
+def _gang_labels(job: LaunchJob) -> dict[str, str]:
+    """By which a scheduler knows that half of the pods are of no use."""
+    if job.gang == "kueue":
+        assert job.queue is not None, "the launch refuses it"
+        return {"kueue.x-k8s.io/queue-name": job.queue}
+    if job.gang == "volcano":
+        queue = {"volcano.sh/queue-name": job.queue} if job.queue else {}
+        return {"ray.io/scheduler-name": "volcano", **queue}
+    return {}
 
 
 def _cluster(job: LaunchJob, config: bool) -> dict[str, Any]:
@@ -125,15 +145,26 @@ def _cluster(job: LaunchJob, config: bool) -> dict[str, Any]:
 def _pod(
     job: LaunchJob, role: str, config: bool, gpus: int, ports: dict[str, int]
 ) -> dict[str, Any]:
+    cpus = job.cpus_of(gpus)
+    memory = job.memory_of(gpus)
+    if role == "head":  # drives, whatever the workers are
+        cpus = min(cpus, CPUS_PER_GPU)
+        memory = min(memory, MEMORY_LEAST)
+    shm = memory // 2 if job.shm is None or role == "head" else mebibytes(job.shm)
     size: dict[str, Any] = {
-        "cpu": str(job.cpus),
-        "memory": job.memory,
+        "cpu": str(cpus),
+        "memory": f"{memory + shm}Mi",  # what lies in /dev/shm counts
         **({"nvidia.com/gpu": str(gpus)} if gpus else {}),
     }
+    capabilities: dict[str, Any] = {"drop": ["ALL"]}
+    if role == "worker" and job.rdma is not None:
+        resource, _, count = job.rdma.partition("=")
+        size[resource] = count
+        capabilities["add"] = ["IPC_LOCK"]  # memory that a network card reads must stay in place
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "runs", "mountPath": RUNS_DIR}]
     volumes: list[dict[str, Any]] = [
-        # Ray's object store, NCCL and loaders share memory; 64 MiB is the default
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        # Ray's object store, weights for engines and NCCL are there; 64 MiB is the default
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm}Mi"}},
         {"name": "runs", "persistentVolumeClaim": {"claimName": job.claim}},
     ]
     if config:
@@ -149,7 +180,7 @@ def _pod(
         "volumeMounts": mounts,
         "securityContext": {
             "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
+            "capabilities": capabilities,
             "privileged": False,
         },
     }

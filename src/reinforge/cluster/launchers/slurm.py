@@ -11,9 +11,9 @@ end; the script then puts its own job back into the queue, and the same command 
 from __future__ import annotations
 
 import shlex
-from typing import Literal
+from typing import Any, Literal
 
-from reinforge.cluster.launchers.job import LaunchJob, bash_array, exports
+from reinforge.cluster.launchers.job import LaunchJob, bash_array, exports, mebibytes
 
 Starter = Literal["srun", "torchrun", "ray"]
 NOTICE_SECONDS = 120  # between the signal and the end of the time; Slurm may be a minute early
@@ -28,6 +28,10 @@ pattern=${{logs//%/%%}}  # srun reads % in the names of its files
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 getent hosts "$first" >/dev/null || first=$(hostname)  # this script runs on the first node
 port=$((20000 + SLURM_JOB_ID % 20000))
+# of one task; srun does not take it from the job by itself, and would bind every task to one core
+cores=${{SLURM_CPUS_PER_TASK:-$((${{SLURM_CPUS_ON_NODE:-1}} / {tasks}))}}
+if [ "$cores" -lt 1 ]; then cores=1; fi
+export SRUN_CPUS_PER_TASK="$cores"
 export PYTHONUNBUFFERED=1
 restarts=${{SLURM_RESTART_COUNT:-0}}
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, started $restarts times before, logs in $logs"
@@ -54,6 +58,7 @@ exit "$code"
 """
 
 BY_SRUN = """\
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}"
 export MASTER_ADDR="$first" MASTER_PORT="$port"
 as_rank='export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID" WORLD_SIZE="$SLURM_NTASKS"
 exec "$@"'
@@ -67,6 +72,8 @@ BY_TORCHRUN = """\
 as_agent='exec "$0" -m torch.distributed.run \\
   --nnodes "$SLURM_NNODES" --nproc-per-node {ranks} --node-rank "$SLURM_NODEID" \\
   --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$@"'
+threads=$((cores / {ranks}))
+export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}}"
 export MASTER_ADDR="$first" MASTER_PORT="$port"
 srun --kill-on-bad-exit=0 --wait=60 --output="$pattern/node-%n-%N.log" --open-mode=append \\
   bash -c "$as_agent" "${{command[@]}}" &
@@ -85,7 +92,7 @@ export RAY_ADDRESS="$first:$port"
 )
 node=(srun --overlap --ntasks-per-node=1 --open-mode=append)
 "${{node[@]}}" --nodes=1 --ntasks=1 --relative=0 --output="$pattern/ray-head-%N.log" \\
-  "${{ray[@]}}" start --head --block --port="$port" --num-gpus={gpus} \\
+  "${{ray[@]}}" start --head --block --port="$port" --num-cpus="$cores" --num-gpus={gpus} \\
   --dashboard-host=127.0.0.1 --disable-usage-stats &
 started=($!)
 until (exec 3<>"/dev/tcp/$first/$port") 2>/dev/null; do
@@ -95,7 +102,8 @@ done
 if [ "$SLURM_NNODES" -gt 1 ]; then
   "${{node[@]}}" --nodes=$((SLURM_NNODES - 1)) --ntasks=$((SLURM_NNODES - 1)) --relative=1 \\
     --output="$pattern/ray-worker-%n-%N.log" \\
-    "${{ray[@]}}" start --address="$RAY_ADDRESS" --block --num-gpus={gpus} --disable-usage-stats &
+    "${{ray[@]}}" start --address="$RAY_ADDRESS" --block --num-cpus="$cores" --num-gpus={gpus} \\
+    --disable-usage-stats &
   started+=($!)
 fi
 "${{command[0]}}" -m reinforge.cluster.launchers.joined "$SLURM_NNODES" {seconds} || exit 1
@@ -116,17 +124,22 @@ def script(job: LaunchJob, starter: Starter = "srun") -> str:
         "nodes": job.nodes,
         "ntasks-per-node": tasks,
         "gpus-per-node": job.gpus or None,
+        **_share(job, tasks),
         "time": job.time,
         "partition": job.partition,
         "account": job.account,
         "signal": f"B:USR1@{NOTICE_SECONDS}",
         "open-mode": "append",
     }
-    lines = [f"#SBATCH --{key}={value}" for key, value in wanted.items() if value is not None]
+    lines = [
+        f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={value}"
+        for key, value in wanted.items()
+        if value is not None
+    ]
     words = job.command()
     body = [
         f"run_dir={shlex.quote(str(job.run_dir))}",
-        SETUP.format(chdir=shlex.quote(str(job.chdir))),
+        SETUP.format(chdir=shlex.quote(str(job.chdir)), tasks=tasks),
         *exports(job.env),
     ]
     if starter == "torchrun":  # the agent starts `-m reinforge ...` itself
@@ -151,6 +164,17 @@ def script(job: LaunchJob, starter: Starter = "srun") -> str:
             REQUEUE,
         ]
     )
+
+
+def _share(job: LaunchJob, tasks: int) -> dict[str, Any]:
+    """How much of a machine: all of it, or cores and memory by the GPUs. Without a word a task has
+    one core.
+    """
+    memory = None if job.memory is None else f"{mebibytes(job.memory)}M"
+    if job.whole_machines:
+        cpus = None if job.cpus is None else max(1, job.cpus // tasks)
+        return {"exclusive": True, "cpus-per-task": cpus, "mem": memory or "0"}  # 0: all of it
+    return {"cpus-per-task": max(1, job.cpus_of(job.gpus) // tasks), "mem": memory}
 
 
 def submission(job: LaunchJob, path: str) -> list[str]:
