@@ -124,3 +124,14 @@ def toy_engine(objects: dict[str, Any]) -> Any:
     from reinforge.engines.native import NativeEngine
 
     return NativeEngine(objects["model"], kv_gib=0.01)
+
+
+def slow_passes(engine: Any) -> None:
+    """Every pass takes a while, so that a test can act in the middle of answers."""
+    hidden = engine.model.hidden
+
+    def slow(*args: Any, **named: Any) -> Any:
+        time.sleep(0.02)
+        return hidden(*args, **named)
+
+    engine.model.hidden = slow

@@ -259,6 +259,71 @@ def test_weights_change_while_engines_generate(ray_is_up: None) -> None:
     ] == [c.logprobs for c in after]
 
 
+@pytest.mark.long
+def test_what_a_lost_engine_held_is_asked_of_the_others(ray_is_up: None) -> None:
+    """Of two engines one is killed with requests in its hands, and its replacement takes 15 s to
+    load. Nobody waits for that, and the answers are those of an undisturbed engine.
+    """
+    from reinforge.cluster.engine import RemoteEngine
+    from reinforge.cluster.ray_cluster import RayCluster
+    from reinforge.cluster.worker_group import WorkerGroup
+    from reinforge.config.cluster import ClusterConfig
+    from reinforge.engines.native import NativeEngine
+
+    async def drawn(engine: Any) -> list[Completion]:
+        sampling = Sampling(max_new_tokens=60, ignore_eos=True)
+        found = await asyncio.gather(
+            *(engine.generate([3, 4, 5 + i], sampling, key=i) for i in range(6))
+        )
+        return [completion for group in found for completion in group]
+
+    made: list[int] = []
+
+    async def hurt(engine: RemoteEngine) -> tuple[list[Completion], float]:
+        under_way = asyncio.ensure_future(drawn(engine))
+        while engine.replicas[1].load < 3:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        assert [replica.load for replica in engine.replicas] == [3, 3]
+        os.kill(engine.replicas[1].workers.where[0].pid, signal.SIGKILL)
+        began = time.monotonic()
+        found = await under_way
+        seconds = time.monotonic() - began
+        assert engine.replicas[1].lost and len(made) == 2
+        while engine.replicas[1].lost:
+            await asyncio.sleep(0.1)
+        assert len(await drawn(engine)) == 6 and len(made) == 3
+        return found, seconds
+
+    cfg = ClusterConfig(kind="ray", layout="split", engines=2)
+    with RayCluster.open(cfg, "cpu", ranks=1, critic=False, rewards=0) as cluster:
+
+        def engine_workers(i: int) -> WorkerGroup:
+            if len(made) == 2:
+                time.sleep(15)
+            made.append(i)
+            workers = cluster.workers("engine", i)
+            workers.make("model", ray_cluster.toy_model)
+            return workers
+
+        engine = RemoteEngine(
+            cluster,
+            [partial(engine_workers, i) for i in range(2)],
+            "engine",
+            ray_cluster.toy_engine,
+            shares=False,
+            reroutes=True,
+        )
+        for replica in engine.replicas:
+            replica.workers.apply("engine", ray_cluster.slow_passes)
+        found, seconds = asyncio.run(hurt(engine))
+        events = [(e["kind"], e.get("requests")) for e in cluster.events]
+    assert seconds < 10
+    assert events == [("actor_lost", None), ("requests_rerouted", 3), ("actor_restored", None)]
+    want = asyncio.run(drawn(NativeEngine(ray_cluster.toy_model({}), kv_gib=0.01)))
+    assert [c.tokens for c in found] == [c.tokens for c in want]
+
+
 def test_rollouts_ahead_of_training(ray_is_up: None, tiny_dir: str, tmp_path: Path) -> None:
     """Engines that generate for the next step while this one is trained: every prompt once, and no
     token older than the bound.

@@ -141,6 +141,7 @@ class RayFactories:
             make_engine_in_actor,
             inside_actor(inputs) if colocated else inside_engine(inputs),
             shares=colocated,
+            reroutes=not _depends_on_the_batch(inputs.cfg, self.cluster),
         )
 
     def _engine_workers(self, inputs: ModelInputs, replica: int) -> WorkerGroup:
@@ -151,6 +152,14 @@ class RayFactories:
 
 def _colocated(cfg: Config) -> bool:
     return cfg.cluster.layout == "colocated"
+
+
+def _depends_on_the_batch(cfg: Config, cluster: RayCluster) -> bool:
+    """Whether a run comes out to the bit only if the same requests are computed together: what a
+    lost engine held must then wait for the new one. On a GPU, and by a server, no run does.
+    """
+    on_gpu = any(place.gpus for place in cluster.plan.places.get(ENGINE, ()))
+    return cfg.rollout.engine == "native" and not cfg.model.exact and not on_gpu
 
 
 def inside_actor(inputs: ModelInputs) -> ModelInputs:

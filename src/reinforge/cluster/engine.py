@@ -1,9 +1,10 @@
 """An engine whose work is done by actors: the trainer's own, or several with a copy of the weights
 each.
 
-Requests of one moment travel together and are dealt over the replicas; answers come back as they
-are complete. A replica that is lost is made again with the newest weights, and what it held is
-asked again: draws are keyed, so the samples are the same.
+Requests of one moment travel together and are dealt over the replicas, each to the one that has
+computed its beginning (engines/routing.py); answers come back as they are complete. A replica that
+is lost is made again with the newest weights. Draws are keyed, so what it held can be asked again:
+of the others at once, or of the new one where the last bits depend on what is computed together.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from reinforge.cluster.ray_cluster import RayCluster
 from reinforge.cluster.worker_group import WorkerGroup
 from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.weights import Weights
+from reinforge.engines.routing import PrefixRouter
 
 MAILBOX = "mailbox"
 
@@ -40,11 +42,15 @@ class SentRequests:
     def open(self) -> bool:
         return any(not future.done() for future in self.waiting.values())
 
+    def unanswered(self) -> list[tuple[MailboxRequest, asyncio.Future[Any]]]:
+        pairs = ((request, self.waiting[request.number]) for request in self.requests)
+        return [(request, future) for request, future in pairs if not future.done()]
+
 
 @dataclass(slots=True, eq=False)
 class EngineReplica:
     """One actor that generates: what it was asked, and the task that collects its replies.
-    `RemoteEngine` has one for each and sends a request to the one with least to do.
+    `RemoteEngine` has one for each.
     """
 
     workers: WorkerGroup
@@ -52,6 +58,7 @@ class EngineReplica:
     collector: asyncio.Task[None] | None = None
     collectors: int = 0  # how many there were: the number of the newest
     failures: int = 0  # since the weights changed last
+    lost: bool = False  # gone, and not there again
     repair: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -63,19 +70,16 @@ class EngineReplica:
 
     @property
     def load(self) -> int:
-        return sum(
-            r.named.get("n", 1)
-            for p in self.sent
-            for r in p.requests
-            if not p.waiting[r.number].done()
-        )
+        return sum(r.named.get("n", 1) for p in self.sent for r, _ in p.unanswered())
 
 
 class RemoteEngine:
     """`factory(objects, *args)` makes the engine in an actor, as object `name`.
 
     Colocated: `worker_groups` is the trainer's, alone; otherwise they are the engines' own,
-    `workers(i)` of the cluster, and may be lost without the run being lost.
+    `workers(i)` of the cluster, and may be lost without the run being lost. `reroutes`: what a lost
+    one held is asked of the others; otherwise it waits for the new one and is computed together
+    with the same requests as before, to the bit.
     """
 
     stats = None  # the actors do not tell
@@ -90,10 +94,13 @@ class RemoteEngine:
         factory: Callable[..., Any],
         *args: Any,
         shares: bool,
+        reroutes: bool = False,
     ):
         self.cluster = cluster
         self.name = name
         self.shares = shares
+        self.reroutes = reroutes
+        self.router = PrefixRouter()
         self._make_workers = list(worker_groups)
         self._factory = factory
         self._args = args
@@ -139,12 +146,20 @@ class RemoteEngine:
     def _send_gathered(self) -> None:
         gathered = self._gathered
         self._gathered = []
+        # not those that were cancelled before they were sent
+        self._deal([(request, future) for request, future in gathered if not future.done()])
+
+    def _deal(self, gathered: Sequence[tuple[MailboxRequest, asyncio.Future[Any]]]) -> None:
+        """Sends each to one of the replicas; to those that are lost only if there is no other, and
+        then it waits there.
+        """
         parts: list[list[tuple[MailboxRequest, asyncio.Future[Any]]]] = [[] for _ in self.replicas]
-        loads = [replica.load for replica in self.replicas]
+        there = [i for i, r in enumerate(self.replicas) if not (self.reroutes and r.lost)]
+        loads = {i: self.replicas[i].load for i in there or range(len(self.replicas))}
         for request, future in gathered:
-            if future.done():  # cancelled before it was sent
-                continue
-            i = loads.index(min(loads))
+            prompt = request.args[0]
+            i = self.router.place(prompt, loads)
+            self.router.add(prompt, i)
             parts[i].append((request, future))
             loads[i] += request.named.get("n", 1)
         for replica, part in zip(self.replicas, parts, strict=True):
@@ -192,12 +207,17 @@ class RemoteEngine:
 
     def _settle(self, replica: EngineReplica, answer: MailboxReply) -> None:
         for batch in replica.sent:
-            future = batch.waiting.get(answer.number)
-            if future is not None and not future.done():
+            for request, future in batch.unanswered():
+                if request.number != answer.number:
+                    continue
                 if answer.error is not None:
                     future.set_exception(answer.error)
-                else:
-                    future.set_result(answer.value)
+                    continue
+                future.set_result(answer.value)
+                for completion in answer.value:
+                    self.router.add(
+                        [*request.args[0], *completion.tokens], self.replicas.index(replica)
+                    )
 
     def _fail(self, replica: EngineReplica, error: Exception) -> None:
         """Nobody is left waiting for ever."""
@@ -226,12 +246,18 @@ class RemoteEngine:
     async def _recover(self, replica: EngineReplica, lost: ActorLost) -> None:
         """A new actor in the same place, with the weights of the others; then everything that was
         sent to the old one since it had nothing to do, in the same order: what it computes together
-        is then the same, too. The answers that are known are not told twice.
+        is then the same, too. The answers that are known are not told twice. Where requests are
+        rerouted, nothing is left to be sent.
         """
         if self.shares:
             raise lost  # the trainer is gone with it
         began = time.monotonic()
         self.cluster.note("actor_lost", role=lost.role, how=lost.how)
+        replica.lost = True
+        if self.reroutes:
+            self.router.forget(self.replicas.index(replica))
+            if not all(r.lost for r in self.replicas):
+                self._reroute(replica)
         replica.failures += 1
         if replica.failures > self.cluster.cfg.restarts:
             raise ActorLost(
@@ -244,12 +270,20 @@ class RemoteEngine:
         )
         if self._published is not None:
             await replica.workers.ask("receive", self.name, *self._published)
+        replica.lost = False
         replica.sent = [batch for batch in replica.sent if batch.open]
         self._submit(replica, replica.sent)
         held = sum(not future.done() for batch in replica.sent for future in batch.waiting.values())
         self.cluster.note(
             "actor_restored", role=lost.role, seconds=time.monotonic() - began, asked_again=held
         )
+
+    def _reroute(self, replica: EngineReplica) -> None:
+        """What it held goes to the others, now: a new one has its model to load."""
+        held = [pair for batch in replica.sent for pair in batch.unanswered()]
+        replica.sent = []
+        self.cluster.note("requests_rerouted", role=replica.workers.role, requests=len(held))
+        self._deal(held)
 
     def _replace(self, i: int, old: WorkerGroup) -> WorkerGroup:
         old.stop()
@@ -266,6 +300,7 @@ class RemoteEngine:
             "weights that are not in an actor cannot be sent to one"
         )
         source: RemoteBackend = weights.source
+        self.router.forget()  # the caches are dropped
         if self.shares:
             return await self.replicas[0].workers.acall(MAILBOX, "update", source.name, version)
         refs, mark = await source.workers.ask("publish", source.name)

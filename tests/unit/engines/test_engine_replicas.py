@@ -52,6 +52,45 @@ def test_least_loaded_first_and_everybody_is_updated(servers: StubServers) -> No
     run(work())
 
 
+def test_episodes_stay_with_their_replica_until_the_weights_change(servers: StubServers) -> None:
+    """Two groups of two episodes, five turns each: every turn goes where the one before was."""
+    engine = servers.engine(replicas=2)
+    asked: dict[tuple[int, ...], set[str]] = {}  # the servers that got these tokens
+    generate = engine.dialect.generate
+
+    def watched(http, requests, params, stops):  # type: ignore[no-untyped-def]
+        for request in requests:
+            asked.setdefault(tuple(request.tokens), set()).add(http.address)
+        return generate(http, requests, params, stops)
+
+    engine.dialect.generate = watched  # type: ignore[method-assign]
+
+    async def episode(group: int, number: int) -> set[str]:
+        tokens = [group, 7]
+        places = set()
+        for turn in range(5):
+            [done] = await engine.generate(
+                tokens, Sampling(4, ignore_eos=True), key=100 * group + 10 * number + turn
+            )
+            places |= asked[tuple(tokens)]
+            tokens = [*tokens, *done.tokens, 9]
+        return places
+
+    async def work(kept: int) -> list[set[str]]:
+        asked.clear()
+        engine.router.kept = kept
+        await engine.update(servers.weights, engine.version + 1)
+        assert not engine.router._places
+        return await asyncio.gather(*(episode(g, e) for g in (3, 4) for e in range(2)))
+
+    found = run(work(1000))
+    assert all(len(places) == 1 for places in found)
+    assert found[0] == found[1] != found[2] == found[3]
+    # remembering nothing, the two of a group are spread over both
+    run(work(0))
+    assert len(asked[3, 7]) == 2 == len(asked[4, 7])
+
+
 def test_what_a_killed_replica_held_is_sent_to_another(servers: StubServers) -> None:
     """Nothing is lost, the samples are those that they would have been, and the dead one comes back
     with the current weights.
@@ -66,6 +105,7 @@ def test_what_a_killed_replica_held_is_sent_to_another(servers: StubServers) -> 
             (await engine.generate([i], Sampling(40, ignore_eos=True), key=i, n=2))
             for i in range(3, 7)
         ]
+        engine.router.forget()
         servers.hold.touch()
         tasks = [
             asyncio.ensure_future(engine.generate([i], Sampling(40, ignore_eos=True), key=i, n=2))
@@ -76,8 +116,9 @@ def test_what_a_killed_replica_held_is_sent_to_another(servers: StubServers) -> 
         assert victim.process is not None and victim.load == 4
         os.kill(victim.process.pid, signal.SIGKILL)
         servers.hold.unlink()
-        assert [[c.tokens for c in found] for found in await asyncio.gather(*tasks)] == [
-            [c.tokens for c in found] for found in want
+        found = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        assert [[c.tokens for c in one] for one in found] == [
+            [c.tokens for c in one] for one in want
         ]
         while victim.version != 2:
             await engine.generate([3], Sampling(1), key=1)

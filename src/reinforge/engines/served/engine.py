@@ -1,10 +1,10 @@
 """An engine that lives in servers: the contract over one or several replicas of a server.
 
-A request goes to the replica with least to do. What a dead replica held is sent to another; the
-dead one is started again and gets the current weights before it gets work. An update is staged
-everywhere while generation goes on, then what runs is interrupted, the new weights are committed,
-proved with a probe, and the interrupted samples go on under them: every token says which weights
-drew it.
+A request goes to the replica that has computed its beginning (engines/routing.py), a new prompt to
+the one with least to do. What a dead replica held is sent to another; the dead one is started again
+and gets the current weights before it gets work. An update is staged everywhere while generation
+goes on, then what runs is interrupted, the new weights are committed, proved with a probe, and the
+interrupted samples go on under them: every token says which weights drew it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from reinforge.core.routes import RoutedLayers
 from reinforge.core.sample import Stop
 from reinforge.core.seeds import seed_of
 from reinforge.core.weights import Weights
+from reinforge.engines.routing import PrefixRouter
 from reinforge.engines.served.dialect import Dialect, SampleOutput, SampleRequest, ServerSetup
 from reinforge.engines.served.http import ServerClient, ServerDown, ServerFault
 from reinforge.engines.served.replica import Replica
@@ -130,6 +131,7 @@ class ServedEngine:
             Replica(i, setup, dialect) for i in range(len(setup.cfg.address) or setup.cfg.replicas)
         ]
         self.transfer = WeightTransfer(setup, dialect, score)
+        self.router = PrefixRouter()
         self._state: EventLoopState | None = None
         for replica in self.replicas:
             replica.start()
@@ -216,6 +218,7 @@ class ServedEngine:
                     *(self._or_lost(r, self.transfer.commit(r, fresh)) for r in staged)
                 )
                 self.version = version
+                self.router.forget()  # the caches are empty
                 self.transfer.keep(fresh)
             except BaseException:
                 fresh.channel.close()
@@ -253,6 +256,7 @@ class ServedEngine:
                 )
             )
             self.asleep = level
+            self.router.forget()
             if level == 2:
                 for replica in self.replicas:
                     replica.version = None  # its weights are gone
@@ -278,18 +282,22 @@ class ServedEngine:
         The gate is looked at last: nothing is sent into an update.
         """
         problem: Exception | None = None
+        # what they all begin with; those of one prompt, where nothing was written yet
+        shared = requests[0].tokens
         for _ in range(RESENDS):
-            replica = await self._free()
+            replica = await self._free(shared)
+            self.router.add(shared, replica.index)
             replica.load += len(requests)
             version = self.version
             life = replica.life
             try:
-                return (
-                    await self._watched(
-                        replica, self.dialect.generate(_of(replica), requests, params, stops)
-                    ),
-                    version,
+                outputs = await self._watched(
+                    replica, self.dialect.generate(_of(replica), requests, params, stops)
                 )
+                if version == self.version:
+                    for request, output in zip(requests, outputs, strict=True):
+                        self.router.add([*request.tokens, *output.tokens], replica.index)
+                return outputs, version
             except ServerDown as error:
                 problem = error
                 if replica.life == life and replica.up and await replica.healthy(0.0):
@@ -315,8 +323,8 @@ class ServedEngine:
         finally:
             task.cancel()
 
-    async def _free(self) -> Replica:
-        """The replica with least to do among those that serve the current weights, once the gate is
+    async def _free(self, tokens: Sequence[int] = ()) -> Replica:
+        """The replica for these tokens among those that serve the current weights, once the gate is
         open and they are awake.
         """
         while True:
@@ -333,7 +341,8 @@ class ServedEngine:
                 work.add_done_callback(lambda done: done.cancelled() or done.exception())
             if serving:
                 if here.gate.is_set() and not self.asleep:
-                    return min(serving, key=lambda r: (r.load, r.index))
+                    place = self.router.place(tokens, {r.index: r.load for r in serving})
+                    return self.replicas[place]
                 continue
             if not works:
                 words = next((r.last_words for r in self.replicas if r.last_words), "")
@@ -354,6 +363,7 @@ class ServedEngine:
         """
         if replica.life == life and (replica.up or replica.process is not None):
             replica.stop()
+            self.router.forget(replica.index)
             self.restarts += 1
 
     async def _or_lost(self, replica: Replica, work: Awaitable[T]) -> T | None:
