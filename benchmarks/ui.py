@@ -3,9 +3,10 @@
     python benchmarks/ui.py [--steps 10000] [--samples 100000] [--out FILE]
 
 Starts `reinforge ui` as a process and asks as the page does. A first view is that of an app that
-has just been started and has read nothing yet; the others follow in the same process. Prints
-milliseconds, the one first view and the median of five for the rest, and the processor's
-milliseconds that the app took for it: on a busy machine they say more.
+has just been started and has read nothing yet; the others follow in the same process. The page of
+samples asks for the run too, at the same time. Prints milliseconds, the one first view and the
+median of five for the rest, and the processor's milliseconds that the app took for it: on a busy
+machine they say more.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -177,13 +179,26 @@ def ask(port: int, pid: int, paths: Sequence[str]) -> tuple[float, float]:
     spent = processor(pid)
     begin = time.perf_counter()
     for path in paths:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-        connection.request("GET", path)
-        reply = connection.getresponse()
-        body = reply.read()
-        assert reply.status == 200, body
-        connection.close()
+        get(port, path)
     return (time.perf_counter() - begin) * 1000, processor(pid) - spent
+
+
+def ask_at_once(port: int, pid: int, paths: Sequence[str]) -> tuple[float, float]:
+    """The same where none waits for another."""
+    spent = processor(pid)
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(len(paths)) as pool:
+        list(pool.map(lambda path: get(port, path), paths))
+    return (time.perf_counter() - begin) * 1000, processor(pid) - spent
+
+
+def get(port: int, path: str) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection.request("GET", path)
+    reply = connection.getresponse()
+    body = reply.read()
+    assert reply.status == 200, body
+    connection.close()
 
 
 def measure(root: Path) -> dict[str, tuple[float, float]]:
@@ -191,17 +206,21 @@ def measure(root: Path) -> dict[str, tuple[float, float]]:
     page.append(f"/api/curves?run={RUN}&points=400")
     samples = f"/api/samples?run={RUN}"
     found: dict[str, tuple[float, float]] = {}
-    for name, paths in (
-        ("first view of the list", ["/api/runs"]),
-        ("first view of the run", page),
-        ("first view of the samples", [samples]),
+    of_step = f"{samples}&step=500"
+    for name, ask_for, paths in (
+        ("first view of the list", ask, ["/api/runs"]),
+        ("first view of the run", ask, page),
+        ("first view of the samples", ask, [samples]),
+        ("the same with the run's head", ask_at_once, [page[0], samples]),
+        ("the same, filtered by a step", ask, [of_step]),
     ):
         with app(root) as (port, pid):
-            found[name] = ask(port, pid, paths)
+            found[name] = ask_for(port, pid, paths)
     again = {
         "the list again": ["/api/runs"],
         "the run again": page,
-        "samples of a step": [f"{samples}&step=500"],
+        "samples": [samples],
+        "samples of a step": [of_step],
         "samples by reward and length": [f"{samples}&reward_min=1&length_max=100&order=-length"],
         "samples by component": [f"{samples}&component=exact_number%3E0.9&stop=length"],
         "samples with a text": [f"{samples}&text=seven%20and%20then"],
@@ -210,7 +229,7 @@ def measure(root: Path) -> dict[str, tuple[float, float]]:
         "one prompt over training": [f"/api/prompt?run={RUN}&prompt=row-7"],
     }
     with app(root) as (port, pid):
-        ask(port, pid, [*page, samples])
+        ask(port, pid, [*page, of_step])
         for name, paths in again.items():
             clock, spent = zip(*(ask(port, pid, paths) for _ in range(5)), strict=True)
             found[name] = statistics.median(clock), statistics.median(spent)

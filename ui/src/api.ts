@@ -72,7 +72,8 @@ export interface PhasePage extends Phases { idle: Record<string, number>; memory
 
 export interface ConfigPage { yaml: string; flat: Record<string, unknown>; changed: { after: number; changed: [string, unknown, unknown][] }[] }
 
-export interface SampleLine {
+/** What is told of a sample wherever it is shown. */
+export interface RecordedSample {
   line: number;
   step: number | null;
   row: string | null;
@@ -86,17 +87,17 @@ export interface SampleLine {
   advantage: number | null;
   length: number | null;
   stop: string | null;
-  turns: number;
   eval: boolean;
-  tokens: boolean;
 }
+
+export interface SampleLine extends RecordedSample { turns: number; tokens: boolean }
 
 export interface Samples {
   total: number;
   page: number;
   size: number;
   rows: SampleLine[];
-  facets: { steps: number[]; stops: Record<string, number>; components: string[]; evaluations: number };
+  facets: { steps: number[]; stops: Record<string, number>; components: string[]; evaluations: number } | null; // null: they come when it is asked again
 }
 
 /** An error that a person can act on. */
@@ -167,13 +168,15 @@ export function useAnswer<T>(path: string | null, query: Query = {}, every: numb
   const [found, setFound] = useState<{ where: string; value: T | null; failure: Failure | null }>({ where: "", value: null, failure: null });
   const [round, setRound] = useState(0);
   const text = useRef("");
+  const pace = useRef(every);
+  pace.current = every; // what is known of the run may change how often it is asked
   useEffect(() => {
     if (where === null) return;
     const control = new AbortController();
     let timer = 0;
     let last: T | null = null;
     // what is not there yet may come
-    const wait = () => (typeof every === "function" ? (last === null ? RETRY : every(last)) : every);
+    const wait = () => (typeof pace.current === "function" ? (last === null ? RETRY : pace.current(last)) : pace.current);
     async function ask() {
       window.clearTimeout(timer);
       try {
@@ -228,21 +231,7 @@ export interface Tokens {
   differences: Record<string, (number | null)[]>;
 }
 
-export interface Sample {
-  line: number;
-  step: number | null;
-  row: string | null;
-  uid: string | null;
-  group: string | null;
-  sample: number | null;
-  prompt: string;
-  completion: string;
-  reward: number | null;
-  components: Record<string, number | null>;
-  advantage: number | null;
-  length: number | null;
-  stop: string | null;
-  eval: boolean;
+export interface Sample extends RecordedSample {
   at: number | null; // its place in the list that was asked for
   total: number;
   previous: number | null;

@@ -216,7 +216,9 @@ class SamplesPage(Answer):
     page: int
     size: int
     rows: list[SampleRow]
-    facets: SampleFacets
+    facets: SampleFacets | None = Field(
+        description="null while a large file is being read: they come when it is asked again."
+    )
 
 
 class ToolCall(Answer):

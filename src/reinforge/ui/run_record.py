@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from reinforge.watch.logs import LogTail, flatten, parse_line, read_json
 from reinforge.watch.runs import RunProgress, describe_run, status, total_steps
 from reinforge.watch.why import FILE as GROUPS
 
+BLOCK = 256  # lines of metrics that are added at once
 RECENT = 20  # steps whose mean time tells how long the rest takes
 TAGS = "tags.json"
 STEP = re.compile(rb'\{"step": (\d+)')
@@ -36,7 +38,9 @@ class RunRecord:
         self._metrics = LogTail(path / "metrics.jsonl")
         self._events = LogTail(path / "events.jsonl")
         self._signature: Any = None
-        self._samples: SampleIndex | None = None
+        self._samples = SampleIndex(path)
+        self._starting = threading.Lock()
+        self._indexer: threading.Thread | None = None
         self._groups = LogTail(path / GROUPS)
         self._group_steps: list[int] = []
         self._begin()
@@ -60,8 +64,9 @@ class RunRecord:
 
     def _read(self) -> None:
         self.config = flatten(read_json(self.path / "config.json"))
-        told = [line for _, raw in self._metrics.read() if (line := parse_line(raw))]
-        lines = [line for line in told if isinstance(line.get("step"), int)]
+        metrics = self._metrics.read()
+        while block := list(islice(metrics, BLOCK)):
+            self._add([line for _, raw in block if (line := parse_line(raw))])
         events = [line for _, raw in self._events.read() if (line := parse_line(raw))]
         if self._metrics.restarted or self._events.restarted:
             self._metrics = LogTail(self.path / "metrics.jsonl")
@@ -69,14 +74,18 @@ class RunRecord:
             self._begin()
             self._read()
             return
-        for line in lines:
-            self.progress.observe(line)
-            self.doctor.observe(int(line.get("step") or 0), line)
         for event in events:
             self.doctor.hear(event)
-        self.columns.add(lines)
         self.events += events
         self._troubles = None
+
+    def _add(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """Lines of metrics."""
+        lines = [line for line in told if isinstance(line.get("step"), int)]
+        for line in lines:
+            self.progress.observe(line)
+        self.doctor.observe_lines(lines)
+        self.columns.add(lines)
 
     # ---- what is asked of it ----
 
@@ -118,11 +127,27 @@ class RunRecord:
 
     def samples(self) -> SampleIndex:
         """The index of its samples, brought up to date."""
-        with self.lock:
-            if self._samples is None:
-                self._samples = SampleIndex(self.path)
         self._samples.refresh()
         return self._samples
+
+    def index_is_near(self) -> bool:
+        """Whether `samples` answers soon."""
+        return self._samples.is_near()
+
+    def newest_samples(self, most: int) -> tuple[int, list[tuple[int, dict[str, Any]]]]:
+        """Without the index, which a thread makes in the meantime: how many lines there are, and
+        the last samples.
+        """
+        found = self._samples.newest(most)
+        with self._starting:
+            if self._indexer is None or not self._indexer.is_alive():
+                self._indexer = threading.Thread(target=self._make_index, daemon=True)
+                self._indexer.start()
+        return found
+
+    def _make_index(self) -> None:
+        self.refresh()  # the page about samples asks for this too, and shows it first
+        self._samples.refresh()
 
     def group_steps(self) -> list[int]:
         """Steps of which groups.jsonl tells."""

@@ -1,7 +1,8 @@
 """An index of samples.jsonl: where each line begins, and the columns that people filter by.
 
 Texts stay in the file: a search goes through its bytes, and of a page only the lines that are shown
-are read. So 100,000 samples cost a few megabytes, and a filter some milliseconds.
+are read. So 100,000 samples cost a few megabytes, and a filter some milliseconds. To make the index
+takes longer: until it is there, the newest samples come from the end of the file.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ from reinforge.watch.why import advantage_of
 FILE = "samples.jsonl"
 TEXT_BEGINS = b', "prompt": '
 TEXT_ENDS = b', "reward": '  # no text has these: a quote inside of one is escaped
+EVALUATION, IDLE, BROKEN = 1, 2, 4  # broken: a line that is no JSON object, and no sample
 NONE = -1
 FAR = 2**62  # no number of a sample
 BLOCK = 64  # lines that are added at once
+PIECE = 1 << 18  # bytes that are read at once from the end of the file
+SOON = 4 << 20  # bytes that are indexed while somebody waits
 ORDERS = ("newest", "oldest", "reward", "-reward", "length", "-length", "advantage", "-advantage")
 
 
@@ -61,6 +65,9 @@ class SampleIndex:
         self.path = run_dir / FILE
         self._lock = threading.RLock()
         self._tail = LogTail(self.path)
+        self._counting = threading.Lock()
+        self._counted = LogTail(self.path)
+        self._count = 0  # lines that `_counted` has seen
         self._begin()
 
     def _begin(self) -> None:
@@ -73,7 +80,7 @@ class SampleIndex:
         self._lengths = array("q")
         self._stops = array("q")
         self._rows = array("q")
-        self._flags = array("B")  # 1: evaluation, 2: taught nothing
+        self._flags = array("B")  # EVALUATION, IDLE, BROKEN
         self._texts = array("q")  # hashes of step and completion
         self._components: dict[str, array[float]] = {}
         self.stop_names: list[str] = []
@@ -82,6 +89,30 @@ class SampleIndex:
 
     def __len__(self) -> int:
         return len(self.offsets)
+
+    def is_near(self) -> bool:
+        """Whether `refresh` has so little to read that it can be waited for."""
+        try:
+            size = self.path.stat().st_size
+        except FileNotFoundError:
+            return True
+        return size - self._tail.offset <= SOON
+
+    def newest(self, most: int) -> tuple[int, list[tuple[int, dict[str, Any]]]]:
+        """How many lines there are, and the last samples, each with the number of its line. Read
+        from the end of the file, while another thread may be at the index.
+        """
+        with self._counting:
+            for at, part in self._counted.parts():
+                self._count = part.count(b"\n") + (self._count if at else 0)
+            end = self._counted.offset
+            count = self._count if end else 0
+        found = []
+        for back, raw in enumerate(_last_lines(self.path, end, most), start=1):
+            line = parse_line(raw)
+            if line is not None:
+                found.append((count - back, sound(line)))
+        return count, found
 
     def refresh(self) -> None:
         with self._lock:
@@ -99,8 +130,8 @@ class SampleIndex:
 
     def _add(self, block: Sequence[tuple[int, bytes]]) -> None:
         """Lines of the file, column by column."""
-        kept = [(at, raw, line) for at, raw in block if (line := parse_line(raw)) is not None]
-        lines = [line for _, _, line in kept]
+        told = [parse_line(raw) for _, raw in block]
+        lines = [line or {} for line in told]
         training = [_object(line.get("training")) for line in lines]
         stops = [str(line.get("stop")) for line in lines]
         for stop in dict.fromkeys(stops):
@@ -109,19 +140,21 @@ class SampleIndex:
                 self.stop_names.append(stop)
         rows = self._row_codes
         before = len(self.offsets)
-        self.offsets.extend([at for at, _, _ in kept])
-        self._begins.extend([at + raw.find(TEXT_BEGINS) for at, raw, _ in kept])
-        self._ends.extend([at + raw.find(TEXT_ENDS) for at, raw, _ in kept])
+        self.offsets.extend([at for at, _ in block])
+        self._begins.extend([at + raw.find(TEXT_BEGINS) for at, raw in block])
+        self._ends.extend([at + raw.find(TEXT_ENDS) for at, raw in block])
         self._steps.extend([_whole(line.get("step")) for line in lines])
         self._rewards.extend([_number(line.get("reward")) for line in lines])
-        self._advantages.extend([_number(advantage_of(told)) for told in training])
+        self._advantages.extend([_number(advantage_of(trained)) for trained in training])
         self._lengths.extend([_whole(line.get("length")) for line in lines])
         self._stops.extend([self._stop_codes[stop] for stop in stops])
         self._rows.extend([rows.setdefault(str(line.get("row")), len(rows)) for line in lines])
         self._flags.extend(
             [
-                bool(line.get("eval")) | 2 * bool(told.get("no_signal"))
-                for line, told in zip(lines, training, strict=True)
+                EVALUATION * bool(line.get("eval"))
+                | IDLE * bool(trained.get("no_signal"))
+                | BROKEN * (line is not read)
+                for line, trained, read in zip(lines, training, told, strict=True)
             ]
         )
         self._texts.extend(
@@ -138,13 +171,13 @@ class SampleIndex:
     def facets(self) -> dict[str, Any]:
         """What there is to filter by."""
         with self._lock:
-            steps = np.unique(_view(self._steps)).tolist() if len(self) else []
-            counts = Counter(self._stops)
+            whole = (_view(self._flags) & BROKEN) == 0
+            counts = Counter(_view(self._stops)[whole].tolist())
             return {
-                "steps": steps,
+                "steps": np.unique(_view(self._steps)[whole]).tolist(),
                 "stops": {self.stop_names[code]: n for code, n in counts.items()},
                 "components": list(self._components),
-                "evaluations": int((_view(self._flags) & 1).sum()) if len(self) else 0,
+                "evaluations": int((_view(self._flags) & EVALUATION).sum()),
             }
 
     def select(self, wanted: SampleFilter, order: str = "newest") -> NDArray[np.int64]:
@@ -160,7 +193,7 @@ class SampleIndex:
         rewards = _view(self._rewards)
         lengths = _view(self._lengths)
         flags = _view(self._flags)
-        mask = np.ones(len(self), dtype=bool)
+        mask = (flags & BROKEN) == 0
         if wanted.step is not None:
             mask &= steps == wanted.step
         if wanted.step_min is not None:
@@ -180,11 +213,11 @@ class SampleIndex:
         if wanted.component is not None:
             mask &= self._of_component(wanted.component)
         if wanted.evaluation is not None:
-            mask &= (flags & 1).astype(bool) == wanted.evaluation
+            mask &= (flags & EVALUATION).astype(bool) == wanted.evaluation
         if wanted.unscored is not None:
             mask &= np.isnan(rewards) == wanted.unscored
         if wanted.idle is not None:
-            mask &= (flags & 2).astype(bool) == wanted.idle
+            mask &= (flags & IDLE).astype(bool) == wanted.idle
         if wanted.repeated is not None:
             _, place, counts = np.unique(
                 _view(self._texts), return_inverse=True, return_counts=True
@@ -245,6 +278,21 @@ class SampleIndex:
                 file.seek(self.offsets[line])
                 found: dict[str, Any] = sound(parse_line(file.readline()) or {})
                 return found
+
+
+def _last_lines(path: Path, end: int, most: int) -> list[bytes]:
+    """The last lines of the part of a file that ends there, the last one first."""
+    if end == 0:
+        return []
+    with path.open("rb") as file:
+        begin, data = end, b""
+        while begin and data.count(b"\n") <= most:
+            begin = max(0, end - 2 * (end - begin) - PIECE)
+            file.seek(begin)
+            data = file.read(end - begin)
+    lines = data.split(b"\n")[:-1]
+    whole = lines if begin == 0 else lines[1:]
+    return whole[::-1][:most]
 
 
 def _comparison(asked: str) -> tuple[str, str, float]:

@@ -42,12 +42,20 @@ def fitting(record: RunRecord, finding: str, wanted: SampleFilter) -> SampleFilt
 def samples_page(
     record: RunRecord, wanted: SampleFilter, order: str, page: int, size: int
 ) -> answers.SamplesPage:
+    """A page of the list. The first page of all samples does not wait for the index."""
+    told = {"page": page, "size": size}
+    if (wanted, order, page) == (SampleFilter(), "newest", 0) and not record.index_is_near():
+        total, samples = record.newest_samples(size)
+        rows = [listed(line, sample) for line, sample in samples]
+        return answers.SamplesPage.model_validate(
+            {**told, "total": total, "rows": rows, "facets": None}
+        )
     index = record.samples()
     found = index.select(wanted, order)
     lines = found[page * size : (page + 1) * size].tolist()
     rows = [listed(line, index.read(line)) for line in lines]
     return answers.SamplesPage.model_validate(
-        {"total": len(found), "page": page, "size": size, "rows": rows, "facets": index.facets()}
+        {**told, "total": len(found), "rows": rows, "facets": index.facets()}
     )
 
 

@@ -27,6 +27,26 @@ def number(value: Any) -> float | None:
         return None
 
 
+def turn(
+    names: Sequence[str], block: Sequence[Mapping[str, Any]]
+) -> dict[str, array[float]] | None:
+    """Lines with the same names, in the same order, as one column for each name; None where one of
+    them has something else than numbers.
+
+    >>> turn(["a", "b"], [{"a": 1, "b": 0.5}, {"a": 2, "b": 1.5}])
+    {'a': array('d', [1.0, 2.0]), 'b': array('d', [0.5, 1.5])}
+    >>> turn(["a"], [{"a": 1.0}, {"a": None}])
+    """
+    values = [value for line in block for value in line.values()]
+    if not set(map(type, values)) <= {float, int}:
+        return None
+    try:
+        told = array("d", values)
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
+    return {name: told[i :: len(names)] for i, name in enumerate(names)}
+
+
 @dataclass
 class MetricColumn:
     """One metric: the lines that have it, and its values there; NaN where it was not finite."""
@@ -64,20 +84,21 @@ class MetricColumns:
         first = len(self.steps)
         self.steps.extend(line["step"] for line in block)
         self.times.extend(line["time"] for line in block)
-        lost = [line.get("nonfinite") or () for line in block]
-        for name, values in zip(names, zip(*(line.values() for line in block), strict=True)):
+        lines = array("q", range(first, first + len(block)))
+        turned = turn(names, block)
+        for name in names:
             if name in ("step", "time", "nonfinite"):
                 continue
             column = self.columns.get(name)
             if column is None:
                 column = self.columns[name] = MetricColumn()
-            if set(map(type, values)) == {float}:
-                column.lines.extend(range(first, first + len(block)))
-                column.values.extend(values)
+            if turned is not None:
+                column.lines.extend(lines)
+                column.values.extend(turned[name])
                 continue
-            for i, raw in enumerate(values):
-                value = number(raw)
-                if value is not None or name in lost[i]:
+            for i, line in enumerate(block):
+                value = number(line[name])
+                if value is not None or name in (line.get("nonfinite") or ()):
                     column.lines.append(first + i)
                     column.values.append(math.nan if value is None else value)
 

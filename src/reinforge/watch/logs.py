@@ -69,6 +69,13 @@ class LogTail:
 
     def read(self) -> Iterator[tuple[int, bytes]]:
         """(offset, line) of every line that was completed since the last call."""
+        for at, part in self.parts():
+            for line in part.split(b"\n")[:-1]:
+                yield at, line
+                at += len(line) + 1
+
+    def parts(self) -> Iterator[tuple[int, bytes]]:
+        """The same in large parts: (offset, whole lines with the ends of lines)."""
         self.restarted = False
         try:
             file = self.path.open("rb")
@@ -83,12 +90,14 @@ class LogTail:
             rest = b""
             while chunk := file.read(CHUNK):
                 data = rest + chunk
-                *whole, rest = data.split(b"\n")
-                end = len(data) - len(rest)
-                self._mark = (self._mark + data[max(0, end - MARK) : end])[-MARK:]
-                for line in whole:
-                    yield self.offset, line
-                    self.offset += len(line) + 1
+                end = data.rfind(b"\n") + 1
+                part, rest = data[:end], data[end:]
+                if not part:
+                    continue
+                self._mark = (self._mark + part[-MARK:])[-MARK:]
+                yield self.offset, part
+                # only now: of who stops in the middle, mark and place differ, and all comes again
+                self.offset += end
 
     def _goes_on(self, file: Any, stat: os.stat_result) -> bool:
         if stat.st_ino != self._inode or stat.st_size < self.offset:

@@ -21,6 +21,7 @@ from reinforge.cli.main import main
 from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
 from reinforge.watch.doctor.doctor import Doctor
+from reinforge.watch.doctor.history import Window
 from reinforge.watch.doctor.table import SHARE
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import show_run
@@ -347,3 +348,30 @@ def test_a_run_that_is_fine_has_nothing_against_it(
     assert main(["runs", "diagnose", cfg.run.dir]) == 0
     page = capsys.readouterr().out
     assert "Nothing speaks against this run." in page and "Is it learning? Yes." in page
+
+
+def test_lines_heard_at_once_are_the_same_as_one_by_one() -> None:
+    """With whole numbers, numbers that are not finite, and names that come later."""
+    lines = [
+        {"step": n, "train/skipped": 0, "train/loss": 1.0 / n, "reward/mean": n}
+        | ({"train/grad_norm": None, "nonfinite": ["train/grad_norm"]} if n in (3, 4) else {})
+        | ({"policy/entropy": float(n), "time/step": 0.5} if n > 5 else {})
+        | ({"faults/reward": 1.0} if n == 7 else {})
+        for n in range(1, 11)
+    ]
+    lines.insert(4, {"step": 4, "eval/accuracy": 0.5, "eval/accuracy_low": 0.25})
+    one_by_one, at_once = Doctor(), Doctor()
+    for line in lines:
+        one_by_one.observe(int(line["step"]), line)
+    at_once.observe_lines(lines)
+    assert repr(at_once.history.columns) == repr(one_by_one.history.columns)
+    assert at_once.history.scores == one_by_one.history.scores
+    history = at_once.history
+    assert list(history.steps) == list(range(1, 11))
+    assert history.window("policy/entropy") == Window(
+        "policy/entropy", [6, 7, 8, 9, 10], [6.0, 7.0, 8.0, 9.0, 10.0]
+    )
+    assert history.window("train/grad_norm") is None and history.faults
+    assert history.window("reward/mean") == Window(
+        "reward/mean", list(range(1, 11)), [float(n) for n in range(1, 11)]
+    )

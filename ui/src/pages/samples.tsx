@@ -7,6 +7,7 @@ import { link, replace } from "../route";
 import { RunHead, useRun } from "./head";
 
 export const SIZE = 50;
+const SOON = 700; // milliseconds
 const orders: [string, string][] = [
   ["", "newest first"],
   ["oldest", "oldest first"],
@@ -26,7 +27,7 @@ export function filtered(asked: Query): boolean {
 export function SamplesPage({ run, query }: { run: string; query: URLSearchParams }) {
   const page = useRun(run).value;
   const asked: Query = Object.fromEntries([...query.entries()].filter(([name]) => name !== "run"));
-  const answer = useAnswer<Samples>("api/samples", { run, size: SIZE, ...asked }, page?.state === "running" ? 5000 : 0);
+  const answer = useAnswer<Samples>("api/samples", { run, size: SIZE, ...asked }, found => (found.facets === null || page === null ? SOON : page.state === "running" ? 5000 : 0));
   const set = (changes: Query) => replace(link("samples", { run, ...asked, page: null, ...changes }));
   const value = (name: string) => query.get(name) ?? "";
   const facets = answer.value?.facets;
@@ -59,7 +60,10 @@ export function SamplesPage({ run, query }: { run: string; query: URLSearchParam
       <Shown answer={answer}>
         {found => found.total ? (
           <>
-            <Pages found={found} set={set}>{some && <Clear run={run} />}</Pages>
+            <Pages found={found} set={set}>
+              {some && <Clear run={run} />}
+              {found.facets === null && <span class="soft" role="status">The rest is being read, filters follow …</span>}
+            </Pages>
             <Table run={run} rows={found.rows} list={asked} />
             {found.total > SIZE && <Pages found={found} set={set} />}
           </>

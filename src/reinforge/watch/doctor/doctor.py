@@ -6,7 +6,7 @@ runs show`, `reinforge runs diagnose`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,14 +54,17 @@ class Doctor:
 
     def read(self, run_dir: Path) -> None:
         """The logs that a run has already."""
-        for line in read_lines(run_dir / "metrics.jsonl"):
-            self.observe(int(line.get("step") or 0), line)
+        self.observe_lines(read_lines(run_dir / "metrics.jsonl"))
         for event in read_lines(run_dir / "events.jsonl"):
             self.hear(event)
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One line of metrics: of a step, or of an evaluation."""
-        self.history.observe(step, metrics)
+        self.history.observe([(step, metrics)])
+
+    def observe_lines(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Many of them at once, as a log has them."""
+        self.history.observe((int(line.get("step") or 0), line) for line in lines)
 
     def hear(self, event: Mapping[str, Any]) -> None:
         """One event."""

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from reinforge.core.faults import PREFIX as FAULTS
+from reinforge.watch.columns import turn
 
 # a metric of every step whose answers get rewards; a reward model's own scores are not rewards
 SCORED = "reward/unscored"
@@ -152,43 +154,49 @@ class RunHistory:
     # what was read since the last step: rules ask for the same metrics
     _windows: dict[str, Window | None] = field(default_factory=dict)
     _trends: dict[str, float] = field(default_factory=dict)
-    # of the last line: its names, those that are kept, and those of faults
-    _names: tuple[str, ...] = ()
-    _kept: list[str] = field(default_factory=list)
-    _faults: list[str] = field(default_factory=list)
 
     # ---- filling ----
 
-    def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One line of metrics: of a step, or of an evaluation."""
-        for name in EVALUATIONS:
-            if (value := finite(metrics.get(name))) is not None:
-                low, high = (finite(metrics.get(f"{name}_{end}")) for end in ("low", "high"))
-                self.scores.setdefault(name, []).append(EvalScore(step, value, low, high))
-        if "train/skipped" not in metrics:
-            return
+    def observe(self, lines: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
+        """Steps with their lines of metrics: of a step, or of an evaluation."""
         self._windows.clear()
         self._trends.clear()
+        told = []
+        for step, metrics in lines:
+            self._score(step, metrics)
+            if "train/skipped" in metrics:
+                told.append((step, metrics))
+        # most lines have the names of the line before: whole columns of them are added at once
+        for names, block in groupby(told, key=lambda line: tuple(line[1])):
+            self._add_block(names, list(block))
+
+    def _score(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name in EVALUATIONS:
+            if name in metrics and (value := finite(metrics[name])) is not None:
+                low, high = (finite(metrics.get(f"{name}_{end}")) for end in ("low", "high"))
+                self.scores.setdefault(name, []).append(EvalScore(step, value, low, high))
+
+    def _add_block(
+        self, names: Sequence[str], block: Sequence[tuple[int, Mapping[str, Any]]]
+    ) -> None:
         before = len(self.steps)
-        self.steps.append(step)
-        names = tuple(metrics)
-        if names != self._names:  # most lines have the names of the line before
-            self._names = names
-            self._kept = [n for n in names if n in KEPT or n.startswith((SHARES, TIMES))]
-            self._faults = [n for n in names if n.startswith(FAULTS)]
-            self.taught = self.taught or any(n.startswith(TEACHERS) for n in names)
-            for name in self._kept:
-                self.columns.setdefault(name, array("d", [math.nan]) * before)
-        for name in self._kept:
-            number = metrics[name]
-            if type(number) is not float or not math.isfinite(number):
-                number = finite(number)
-            self.columns[name].append(math.nan if number is None else number)
-        self.faults = self.faults or any(metrics[name] for name in self._faults)
-        if len(self._kept) < len(self.columns):
+        self.steps.extend([step for step, _ in block])
+        kept = [name for name in names if name in KEPT or name.startswith((SHARES, TIMES))]
+        turned = turn(names, [metrics for _, metrics in block])
+        for name in kept:
+            if name not in self.columns:
+                self.columns[name] = array("d", [math.nan]) * before
+            if turned is not None and math.isfinite(sum(turned[name])):
+                self.columns[name].extend(turned[name])
+            else:
+                told = (finite(metrics[name]) for _, metrics in block)
+                self.columns[name].extend(math.nan if v is None else v for v in told)
+        if len(kept) < len(self.columns):
             for column in self.columns.values():
-                if len(column) == before:
-                    column.append(math.nan)
+                column.extend([math.nan] * (len(self.steps) - len(column)))
+        self.taught = self.taught or any(name.startswith(TEACHERS) for name in names)
+        failing = [name for name in names if name.startswith(FAULTS)]
+        self.faults = self.faults or any(metrics[name] for name in failing for _, metrics in block)
 
     def hear(self, event: Mapping[str, Any]) -> None:
         """One event."""
@@ -215,7 +223,10 @@ class RunHistory:
         return self._windows[name]
 
     def _read(self, name: str) -> Window | None:
-        known = [(s, v) for s, v in zip(self.steps, self.column(name), strict=True) if v == v]
+        column = self.column(name)
+        if not any(map(math.isnan, column)):
+            return Window(name, list(self.steps), list(column)) if column else None
+        known = [(s, v) for s, v in zip(self.steps, column, strict=True) if v == v]
         if not known:
             return None
         return Window(name, [s for s, _ in known], [v for _, v in known])
