@@ -25,8 +25,6 @@ from reinforge.algorithms.parts.statistics import ScoredEpisodes
 from reinforge.algorithms.parts.surrogates import SURROGATES
 from reinforge.algorithms.settings import name_of
 
-WIDTH = 200  # characters of an equation
-
 
 def explained(algorithm: Algorithm) -> dict[str, Any]:
     """Plain values: {"name", "parts", "equations", "settings", "computed_by"}."""
@@ -131,14 +129,23 @@ def _function(kind: str, part: Any) -> Callable[..., Any] | None:
 def equation(function: Callable[..., Any] | None) -> str:
     """The first sentence of a docstring; where that ends in a colon, with what stands under it.
 
-    >>> def f(): "A = r - mean (Somebody, eq. 3). And more."
+    >>> def f(): "A = r - mean (Dr. Somebody, eq. 3). And more."
     >>> equation(f)
-    'A = r - mean (Somebody, eq. 3)'
+    'A = r - mean (Dr. Somebody, eq. 3)'
     """
     text = "" if function is None else inspect.getdoc(function) or ""
     paragraphs = text.split("\n\n")
     said = " ".join(paragraphs[0].split())
     if said.endswith(":") and len(paragraphs) > 1:
         lines = [line.strip() for line in paragraphs[1].splitlines()]
-        return f"{said} {'; '.join(lines)}"[:WIDTH]
-    return re.split(r"\.\s+(?=\D)", said)[0].rstrip(".")[:WIDTH]
+        return f"{said} {'; '.join(lines)}"
+    return _first_sentence(said).rstrip(".")
+
+
+def _first_sentence(text: str) -> str:
+    """Up to a full stop that is not in brackets: "(Dr. GRPO, eq. 3)" is no end."""
+    for stop in re.finditer(r"\.\s+(?=\D)", text):
+        before = text[: stop.start()]
+        if before.count("(") == before.count(")"):
+            return before
+    return text
