@@ -83,6 +83,13 @@ ENTRIES = {
     "sft": GalleryEntry(
         SUPERVISED, "SFT", "You have right answers to imitate.", "algorithms/sft", "train/loss"
     ),
+    "dft": GalleryEntry(
+        SUPERVISED,
+        "DFT",
+        "SFT that lets unlikely tokens of the data be unlikely.",
+        "families/dft",
+        "sft/nll",
+    ),
     "dpo": GalleryEntry(
         PAIRS,
         "DPO",
