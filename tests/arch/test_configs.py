@@ -4,7 +4,6 @@ documentation.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from helpers.doc_snippets import snippets
 from helpers.source_tree import ROOT
 from reinforge.config.explain import all_keys
 from reinforge.config.load import config_from_dict, load_config
@@ -22,18 +22,7 @@ from reinforge.config.schema import Config
 from reinforge.config.sweep import read_sweep
 
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
-OTHER = "# not a configuration"  # first line of a YAML block that is something else
-
-
-def snippets() -> list[Any]:
-    found = []
-    for page in PAGES:
-        for number, match in enumerate(BLOCK.finditer(page.read_text(encoding="utf-8")), 1):
-            if not match.group(1).startswith(OTHER):
-                found.append(pytest.param(match.group(1), id=f"{page.relative_to(ROOT)}:{number}"))
-    return found
+SNIPPETS = list(snippets("yaml"))
 
 
 def around(fragment: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +52,7 @@ def load_stage(pipeline: Pipeline, stage: Stage) -> Config:
 
 def test_there_are_recipes_and_snippets() -> None:
     assert RECIPES, "recipes/ is empty"
-    assert len(snippets()) >= 3
+    assert len(SNIPPETS) >= 90
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.relative_to(ROOT).as_posix())
@@ -81,7 +70,7 @@ def test_recipe_loads(path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("text", snippets())
+@pytest.mark.parametrize("text", [s.text for s in SNIPPETS], ids=map(str, SNIPPETS))
 def test_snippet_loads(text: str, tmp_path: Path) -> None:
     """A block with every required section is loaded as it stands; a fragment is completed first."""
     keys = yaml.safe_load(text).keys()
@@ -98,8 +87,7 @@ def test_snippet_loads(text: str, tmp_path: Path) -> None:
         assert {tuple(key.split(".")) for key in sweep.over} <= {path for path, _ in all_keys()}
         return
     assert keys <= Config.model_fields.keys(), (
-        f"unknown sections {keys - Config.model_fields.keys()}; start the block with `{OTHER}` if"
-        " it is none"
+        f"unknown sections {keys - Config.model_fields.keys()}"
     )
     if {"model", "algorithm", "data", "train", "run"} <= keys:
         (tmp_path / "config.yaml").write_text(text)

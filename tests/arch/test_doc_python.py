@@ -8,6 +8,7 @@ elsewhere: tests/arch/test_docs.py, tests/e2e/test_migrate_programs.py, tests/un
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
 import inspect
 import re
@@ -17,6 +18,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import reinforge
 from helpers.doc_snippets import Snippet, snippets
@@ -118,3 +121,9 @@ def test_functions_take_what_they_are_given() -> None:
                 wrong.append(f"{block}: reinforge.{call.func.attr}: {error}")
     assert wrong == []
     assert seen >= 10
+
+
+@pytest.mark.parametrize("block", snippets("pycon"), ids=str)
+def test_examples_with_a_prompt_print_what_they_say(block: Snippet) -> None:
+    example = doctest.DocTestParser().get_doctest(block.text, {}, str(block), None, None)
+    assert doctest.DocTestRunner().run(example).failed == 0

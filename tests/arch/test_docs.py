@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.doc_snippets import PAGES
 from helpers.source_tree import ROOT, modules
 from reinforge.algorithms.parts.advantages import AdvantageOptions, Rollouts
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,6 @@
-"""The code blocks of README, CONTRIBUTING and docs, and the commands in them."""
+"""The code blocks of the pages (README, CONTRIBUTING, SECURITY, benchmarks, docs), and the commands
+in them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ from pathlib import Path
 
 from helpers.source_tree import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<kind>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```", re.M | re.S
 )
