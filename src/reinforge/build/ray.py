@@ -16,7 +16,7 @@ from reinforge.backends.distributed.ranks import current as current_ranks
 from reinforge.backends.teachers import Teachers
 from reinforge.build.inputs import ModelInputs
 from reinforge.build.local import LocalFactories
-from reinforge.build.ranks import open_ranks
+from reinforge.build.ranks import ON_RANKS, open_ranks
 from reinforge.cluster.actor import MODEL
 from reinforge.cluster.backend import RemoteBackend
 from reinforge.cluster.engine import RemoteEngine
@@ -96,7 +96,14 @@ class RayFactories:
             workers = self.cluster.workers(CRITIC)
             workers.make(RANKS, open_ranks_in_actor, inside.cfg)
         return RemoteBackend(
-            workers, CRITIC, make_critic_in_actor, inside, train, updates, shares=False
+            workers,
+            CRITIC,
+            make_critic_in_actor,
+            inside,
+            train,
+            updates,
+            shares=False,
+            writes=written_by_actors(inputs.cfg),
         )
 
     def make_backend(
@@ -125,6 +132,7 @@ class RayFactories:
             policy.value_head is not None,
             settings,
             shares=_colocated(inputs.cfg),
+            writes=written_by_actors(inputs.cfg),
         )
 
     def make_engine(self, inputs: ModelInputs, policy: PackedModel) -> Engine:
@@ -162,13 +170,17 @@ def _depends_on_the_batch(cfg: Config, cluster: RayCluster) -> bool:
     return cfg.rollout.engine == "native" and not cfg.model.exact and not on_gpu
 
 
-def inside_actor(inputs: ModelInputs) -> ModelInputs:
-    """The inputs as they are inside an actor.
-
-    States travel whole, to the controller, who writes the checkpoint.
+def written_by_actors(cfg: Config) -> bool:
+    """Whether checkpoints are written where the states are: by ranks, unless they are told not to.
+    The state of one process travels to the controller, which writes it.
     """
+    return cfg.train.backend in ON_RANKS and cfg.run.checkpoint.sharded is not False
+
+
+def inside_actor(inputs: ModelInputs) -> ModelInputs:
+    """The inputs as they are inside an actor."""
     run = inputs.cfg.run
-    checkpoint = run.checkpoint.model_copy(update={"sharded": False})
+    checkpoint = run.checkpoint.model_copy(update={"sharded": written_by_actors(inputs.cfg)})
     run = run.model_copy(update={"checkpoint": checkpoint})
     return replace(
         inputs, cfg=inputs.cfg.model_copy(update={"cluster": ClusterConfig(), "run": run})

@@ -36,6 +36,8 @@ class MemorySnapshot:
         own = {
             name: t.clone() if name.startswith("part/") else t for name, t in state.tensors.items()
         }
+        for prefix, shards in state.shards.items():
+            own |= {f"{prefix}{name}": tensor for name, tensor in shards.gather().items()}
         self.step = step
         self._state = State(own, json.loads(json.dumps(state.meta)))
         self._extra = json.dumps(extra)

@@ -201,5 +201,21 @@ def write_pieces(
     return {name: files.described(folder / name) for name in sorted({*homes.values(), index.name})}
 
 
+def write_whole(
+    folder: Path, tensors: Mapping[str, Tensor], prefix: str
+) -> dict[str, dict[str, Any]]:
+    """Writes whole tensors beside what other processes write, `prefix` before every name."""
+    named = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    boxes = {name: tuple((0, n) for n in shape) for name, shape in shapes.items()}
+    return write_pieces(folder, named, shapes, boxes, file_tag(prefix, 0))
+
+
+def file_tag(prefix: str, rank: int) -> str:
+    """What tells apart the files that a rank writes of a part of a run."""
+    stem = prefix.strip("/").replace("/", ".")
+    return f"-{stem}-r{rank:05d}" if stem else f"-r{rank:05d}"
+
+
 def _volume(box: Box) -> int:
     return math.prod(b - a for a, b in box)

@@ -5,16 +5,18 @@ What it is there (one process, FSDP2, DeepSpeed) nobody here needs to know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from reinforge.backends.distributed.follower import WeightFollower
+from reinforge.checkpoint.tensors import CheckpointTensors
 from reinforge.cluster.worker_group import WorkerGroup
 from reinforge.core.backend import Backend, Loss, State, Stateful
 from reinforge.core.batch import Batch, Totals
@@ -38,7 +40,9 @@ class RemoteWeights(Weights):
 class RemoteBackend:
     """`factory(objects, *args)` makes the backend in the group's first actor, as object `name`.
 
-    `shares`: an engine in that actor generates with the very module that trains.
+    `shares`: an engine in that actor generates with the very module that trains. `writes`: its
+    states are written into checkpoints and read from them where they are; nothing of them comes to
+    the controller. All machines must see the directory of the run then.
     """
 
     def __init__(
@@ -48,7 +52,9 @@ class RemoteBackend:
         factory: Callable[..., Any],
         *args: Any,
         shares: bool,
+        writes: bool = False,
     ):
+        self.writes = writes
         self.workers = workers
         self.name = name
         self.shares = shares
@@ -115,32 +121,59 @@ class RemoteBackend:
         return RemoteWeights("shared" if self.shares else "full", source=self)
 
     def state(self) -> State:
-        """Its large tensors lie in the object store of this machine: they outlive the actor, and
-        must not be written.
+        """Its large tensors stay in the actors, or lie in the object store of this machine: they
+        outlive the actor then, and must not be written.
         """
-        state: State = self.workers.call(self.name, "state", views=True)
-        return state
+        return self.part_state("")
 
     def load(self, state: State) -> None:
-        own = State(
-            {name: t for name, t in state.tensors.items() if not name.startswith("part/")},
-            state.meta,
-        )
+        own = self._sent(state, lambda name: not name.startswith("part/"))
         _, self.budget, self.steps = self.workers.apply(self.name, _run, "load", own, views=True)
+
+    def _sent(self, state: State, wanted: Callable[[str], bool] = lambda name: True) -> State:
+        """What actors are sent of a state: names of files, where they read these themselves."""
+        if self.writes and isinstance(state.tensors, CheckpointTensors):
+            return State(state.tensors, state.meta)
+        return State({name: t for name, t in state.tensors.items() if wanted(name)}, state.meta)
 
     def swap_part(self, part: str, into: bool) -> None:
         self.workers.apply(self.name, _swap, part, into)
 
     def part_state(self, part: str) -> State:
+        if self.writes:
+            meta = self.workers.apply(self.name, _part_meta, part)
+            return State(meta=meta, shards={"": RemoteShards(self, part)})
         state: State = self.workers.apply(self.name, _part_state, part, views=True)
         return state
 
     def load_part(self, part: str, state: State) -> None:
-        own = State(dict(state.tensors), state.meta)
-        self.workers.apply(self.name, _part_load, part, own, views=True)
+        self.workers.apply(self.name, _part_load, part, self._sent(state), views=True)
 
     def close(self) -> None:
         """The actor ends with the cluster."""
+
+
+class RemoteShards:
+    """The tensors of a state that stay in actors, which write them into a checkpoint themselves.
+    `RemoteBackend` puts it into its states.
+    """
+
+    def __init__(self, backend: RemoteBackend, part: str):
+        self.backend = backend
+        self.part = part
+
+    def write(self, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
+        written: dict[str, dict[str, Any]] = self.backend.workers.apply(
+            self.backend.name, _write, self.part, folder, prefix
+        )
+        return written
+
+    def gather(self) -> Mapping[str, Tensor]:
+        """In the object store of this machine: they outlive the actor, and must not be written."""
+        found: Mapping[str, Tensor] = self.backend.workers.apply(
+            self.backend.name, _gather, self.part, views=True
+        )
+        return found
 
 
 class RemoteTeachers:
@@ -196,8 +229,22 @@ def _run(backend: Backend, method: str, *args: Any) -> tuple[Any, int, int]:
 
 
 def _part_state(backend: Backend, name: str) -> State:
-    state: State = backend.parts()[name].state()
-    return state
+    """Of the backend itself (""), or of what follows its weights."""
+    return backend.parts()[name].state() if name else backend.state()
+
+
+def _part_meta(backend: Backend, name: str) -> dict[str, Any]:
+    return _part_state(backend, name).meta
+
+
+def _write(backend: Backend, name: str, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
+    (shards,) = _part_state(backend, name).shards.values()
+    return shards.write(folder, prefix)
+
+
+def _gather(backend: Backend, name: str) -> Mapping[str, Tensor]:
+    (shards,) = _part_state(backend, name).shards.values()
+    return shards.gather()
 
 
 def _part_load(backend: Backend, name: str, state: State) -> None:

@@ -133,7 +133,7 @@ class PreparingLoss(Protocol):
 class TensorShards(Protocol):
     """Tensors that lie in several processes, which write them into a checkpoint themselves, so that
     nobody gathers them. A backend on ranks puts them into its `State`; the checkpoint store calls
-    `write`.
+    `write`, and who keeps a state in memory `gather`.
     """
 
     def write(self, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
@@ -141,6 +141,10 @@ class TensorShards(Protocol):
 
         Returns what the manifest is to say of the files.
         """
+        ...
+
+    def gather(self) -> Mapping[str, Tensor]:
+        """The whole tensors, by name."""
         ...
 
 

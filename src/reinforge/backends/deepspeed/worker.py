@@ -26,8 +26,8 @@ from reinforge.backends.optimizer import learning_rate
 from reinforge.backends.reference import FrozenReference, ReferencePolicy
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
-from reinforge.core.backend import Loss, State
-from reinforge.core.batch import Batch, Totals
+from reinforge.core.backend import State
+from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.core.kv_pool import KEEP
 from reinforge.core.metrics import LossMetrics
@@ -143,21 +143,30 @@ class DeepSpeedWorker(RankWorker):
             )
             batch.streams["reference"] = found.cpu()
 
-    def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> LossMetrics:
-        """A pack that does not count runs through the same graph, so that no rank waits for a
-        gradient that never comes, times 0.
-        """
+    @property
+    def retries(self) -> bool:
+        """Stage 3 gathers weights by a plan that it made of earlier passes."""
+        return self.cfg.deepspeed.stage < 3
+
+    @property
+    def has_gradients(self) -> bool:
+        return self.optimizer.pending
+
+    def _inside(self, work: Callable[[], tuple[Tensor, LossMetrics]]) -> tuple[Tensor, LossMetrics]:
         metrics: LossMetrics = {}
 
-        def work() -> Tensor:
-            value, told = self._micro(batch, loss, totals, counts)
+        def value_alone() -> Tensor:
+            value, told = work()
             metrics.update(told)
             return value
 
-        value = self.optimizer.run(work)
-        if value.requires_grad:
-            self.optimizer.backward(value if counts else value * 0.0)
-        return {"train/loss": value.detach(), **metrics}
+        return self.optimizer.run(value_alone), metrics
+
+    def _backward(self, value: Tensor) -> None:
+        self.optimizer.backward(value)
+
+    def _forget_gradients(self) -> None:
+        self.optimizer.drop_gradients()
 
     def step(self) -> StepReport:
         rate = learning_rate(

@@ -7,7 +7,8 @@ over the whole batch before it was dealt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,11 +19,11 @@ from reinforge.backends.distributed.dispatch import dispatch_packs, split_evenly
 from reinforge.backends.distributed.follower import WeightFollower
 from reinforge.backends.distributed.parallel_layout import ParallelLayout
 from reinforge.backends.distributed.ranks import Ranks
-from reinforge.backends.distributed.worker import RankWorker, parameter_of
+from reinforge.backends.distributed.worker import RankWorker, Shortage, parameter_of
 from reinforge.backends.local import refuse_other_model
 from reinforge.backends.microbatch import annotate_nothing, combine
-from reinforge.backends.oom import fit_to_budget
-from reinforge.checkpoint.tensors import CheckpointTensors, within
+from reinforge.backends.oom import OomRecovery, fit_to_budget
+from reinforge.checkpoint.tensors import CheckpointTensors, within, write_whole
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, State, Stateful
 from reinforge.core.batch import Batch, Totals, rejoin
@@ -44,8 +45,8 @@ class DistributedBackend:
 
     `make` loads the model: on every rank, whole and on the host. `full` is the model that rank 0
     generates with; its module gets the weights when they are asked for. `sharded`: checkpoints are
-    written by the ranks, each its own part; None: where they are large. `settings` are those of
-    `LocalBackend`.
+    written by the ranks, each its own part, or where a kind does not do that all of it by rank 0;
+    None: where they are large. `settings` are those of `LocalBackend`.
     """
 
     kind: ClassVar[type[RankWorker]]
@@ -69,6 +70,7 @@ class DistributedBackend:
         self.worker: RankWorker = ranks.own.objects[self.id]
         self._call("limit", min(self._call("__getattribute__", "budget")))
         self.budget = self.worker.budget
+        self.recovery = OomRecovery()
         self.share = self.worker.share
         self.model = self.worker.model
         self.teachers = self.worker.teachers
@@ -76,9 +78,8 @@ class DistributedBackend:
             WeightFollower(self, "reference") if self.worker.reference is not None else None
         )
         self.ema = WeightFollower(self, "ema") if self.worker.ema is not None else None
-        self.sharded = self.kind.writes_pieces and (
-            sharded if sharded is not None else self._state_bytes() > GATHERED
-        )
+        large = self.kind.writes_pieces and self._state_bytes() > GATHERED
+        self.sharded = large if sharded is None else sharded
         self._stale = True  # whether `full` may have other weights
 
     @property
@@ -127,6 +128,11 @@ class DistributedBackend:
     def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
         if not batches or not needs:
             return
+        while not self._annotated(batches, needs):
+            pass  # in smaller parts: memory ran out
+
+    def _annotated(self, batches: Sequence[Batch], needs: frozenset[str]) -> bool:
+        """Whether there was memory for it."""
         cuts = split_evenly(
             [fit_to_budget([batch], self.budget) for batch in batches], self.parallel.data_parallel
         )
@@ -138,6 +144,8 @@ class DistributedBackend:
             "annotate_packs",
             [([(packs[i], counts) for i, counts in share], needs) for share in shares],
         )
+        if self._short(packs, shares, found, 1, forget=False):
+            return False
         for share, streams in zip(shares, found, strict=True):
             for i, (named, bootstrap) in zip(
                 [i for i, counts in share if counts], streams, strict=True
@@ -146,17 +154,35 @@ class DistributedBackend:
                 packs[i].bootstrap = bootstrap
         for batch, parts in zip(batches, cuts, strict=True):
             rejoin(batch, parts)
+        return True
 
     def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:
-        return self._pass("train_packs", batches, loss, totals)
+        """Where memory runs out in the forward pass of a rank, all of them do the whole pass again
+        in smaller micro-batches with the same totals.
+        """
+        fresh = not self.worker.has_gradients
+        while True:
+            found = self._pass("train_packs", batches, loss, totals)
+            if found is not None:
+                return found
+            if not fresh:
+                # what an earlier call of the same optimizer step added up cannot be told from what
+                # this one did
+                raise torch.OutOfMemoryError(
+                    "memory ran out in a rank, in the second pass of an optimizer step"
+                )
 
     def evaluate(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:
         """What the loss says of the batches, without a gradient."""
-        return self._pass("evaluate_packs", batches, loss, totals)
+        while True:
+            found = self._pass("evaluate_packs", batches, loss, totals)
+            if found is not None:
+                return found
 
     def _pass(
         self, method: str, batches: Sequence[Batch], loss: Loss, totals: Totals
-    ) -> StepMetrics:
+    ) -> StepMetrics | None:
+        """None where memory ran out: the budget is smaller then."""
         whole = [
             [part]
             for part in fit_to_budget([b for b in batches if b.n_trained], self.budget, loss.unit)
@@ -174,12 +200,34 @@ class DistributedBackend:
             method,
             [([(packs[i], counts) for i, counts in share], loss, totals) for share in shares],
         )
-        return combine(found)
+        forget = method == "train_packs"
+        return None if self._short(packs, shares, found, loss.unit, forget) else combine(found)
+
+    def _short(
+        self,
+        packs: Sequence[Batch],
+        shares: Sequence[Sequence[tuple[int, bool]]],
+        found: Sequence[Any],
+        unit: int,
+        forget: bool,
+    ) -> bool:
+        """Whether memory ran out in a rank. Then all of them get smaller packs from now on."""
+        failed = [
+            packs[share[answer.pack][0]]
+            for share, answer in zip(shares, found, strict=True)
+            if isinstance(answer, Shortage) and answer.pack is not None
+        ]
+        if not failed:
+            return False
+        self.recovery.working = min(failed, key=lambda pack: pack.n_tokens)
+        self.budget = self.recovery.smaller(self.budget, unit)
+        self._call("shrink", self.budget, forget)
+        return True
 
     def step(self) -> StepReport:
         self._stale = True
         report: StepReport = self._call("step")[0]
-        return report
+        return replace(report, out_of_memory=self.recovery.report())
 
     # ---- weights and state ----
 
@@ -261,7 +309,8 @@ class DistributedBackend:
 class RankShards:
     """The tensors of a state as the ranks hold them: what a checkpoint asks to be written.
 
-    They write them into a checkpoint at the same time, each its own files.
+    They write them into a checkpoint at the same time, each its own files; rank 0 writes what a
+    kind of backend can only gather.
     """
 
     def __init__(self, backend: DistributedBackend, part: str):
@@ -269,5 +318,11 @@ class RankShards:
         self.part = part
 
     def write(self, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
+        if not self.backend.kind.writes_pieces:
+            return write_whole(folder, self.gather(), prefix)
         written = self.backend._call("write_pieces", self.part, folder, prefix)
         return {name: entry for files in written for name, entry in files.items()}
+
+    def gather(self) -> Mapping[str, Tensor]:
+        state: State = self.backend._call("gathered", self.part)[0]
+        return state.tensors

@@ -8,6 +8,7 @@ and throws it away.
 from __future__ import annotations
 
 import copy
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,7 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from reinforge.backends.distributed.parallel_layout import ParallelLayout
 from reinforge.backends.distributed.ranks import RankMember
-from reinforge.backends.distributed.worker import Dealt, RankWorker, parameter_of
+from reinforge.backends.distributed.worker import Dealt, RankWorker, Shortage, parameter_of
+from reinforge.backends.fsdp.gathers import ForwardGathers
 from reinforge.backends.fsdp.model import shard
 from reinforge.backends.fsdp.optimizer import ShardedOptimizer
 from reinforge.backends.fsdp.reference import ShardedReference
@@ -30,11 +32,12 @@ from reinforge.backends.fsdp.tensor_parallel import TensorParallelPlan
 from reinforge.backends.memory_model import budget, gradient_bytes, optimizer_bytes
 from reinforge.backends.microbatch import CPU_BUDGET
 from reinforge.backends.reference import ReferencePolicy
-from reinforge.checkpoint.tensors import Box, CheckpointTensors, write_pieces
+from reinforge.checkpoint.tensors import Box, CheckpointTensors, file_tag, write_pieces
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, State
 from reinforge.core.batch import Batch, Totals
+from reinforge.core.errors import InputError
 from reinforge.core.kv_pool import KEEP
 from reinforge.core.metrics import LossMetrics, StepMetrics
 from reinforge.core.model_facts import ModelFacts
@@ -97,6 +100,10 @@ class FsdpWorker(RankWorker):
         )
         self._frozen_root = cut(self._frozen) if self._frozen is not None else None
         self.root = cut(model)
+        self.collectives = ForwardGathers(self.root)
+        self._reference_collectives = (
+            ForwardGathers(self._frozen_root) if self._frozen_root is not None else self.collectives
+        )
         model.slices = slices
         if compiled and self.plan is None:
             model.compile_layers()
@@ -161,34 +168,37 @@ class FsdpWorker(RankWorker):
 
     # ---- passes ----
 
-    def _annotate(self, batch: Batch, needs: frozenset[str]) -> None:
+    @property
+    def retries(self) -> bool:
+        """Slices of a pack and parts of a matrix are exchanged inside of layers, which a rank can
+        only do that computes them.
+        """
+        return self.parallel.members == 1 and ForwardGathers.can_reset
+
+    def _annotate_pack(self, batch: Batch, needs: frozenset[str]) -> None:
         own = needs - {"reference"}
         if own:
-            self.root(partial(super()._annotate, batch, own))
+            work = partial(self._annotate, batch, own)
+            self._agreed(batch, lambda: self.root(work), self.collectives)
             self.root.reshard()
         if "reference" in needs:
-            assert self.reference is not None, "this backend was made without a reference"
-            found = self.reference.logprobs(batch.to(self.member.device), self.temperature)
-            batch.streams["reference"] = found.cpu()
+            asked = partial(self._annotate, batch, frozenset({"reference"}))
+            self._agreed(batch, asked, self._reference_collectives)
 
-    def train_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> StepMetrics:
+    def train_packs(self, dealt: Dealt, loss: Loss, totals: Totals) -> StepMetrics | Shortage:
         found = super().train_packs(dealt, loss, totals)
-        self.optimizer.collect()
+        if not isinstance(found, Shortage):
+            self.optimizer.collect()
         return found
 
-    def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> StepMetrics:
+    def _run(self, dealt: Dealt, loss: Loss, totals: Totals) -> StepMetrics | Shortage:
         found = super()._run(dealt, loss, totals)
         self.root.reshard()
         return found
 
-    def _one(self, batch: Batch, loss: Loss, totals: Totals, counts: bool) -> LossMetrics:
-        """A pack that does not count runs through the same graph, so that no rank waits for a
-        gradient that never comes, times 0.
-        """
-        value, metrics = self.root(partial(self._micro, batch, loss, totals, counts))
-        if value.requires_grad:
-            (value if counts else value * 0.0).backward()
-        return {"train/loss": value.detach(), **metrics}
+    def _inside(self, work: Callable[[], tuple[Tensor, LossMetrics]]) -> tuple[Tensor, LossMetrics]:
+        found: tuple[Tensor, LossMetrics] = self.root(work)
+        return found
 
     # ---- whole tensors ----
 
@@ -259,6 +269,13 @@ class FsdpWorker(RankWorker):
         """Writes what this rank holds of the state into a checkpoint; what several ranks have is
         written by one.
         """
+        if not folder.is_dir():
+            raise InputError(
+                f"rank {self.member.rank} on {socket.gethostname()} does not see the directory of"
+                " the run, into which it writes its part of a checkpoint.",
+                where="run.dir",
+                fix="Put it where all machines see it, or set run.checkpoint.sharded=false.",
+            )
         local = self.part(part).state()
         own = {}
         shapes = {}
@@ -278,14 +295,7 @@ class FsdpWorker(RankWorker):
                     shape,
                     self._box(key, shape),
                 )
-        stem = prefix.strip("/").replace("/", ".")
-        return write_pieces(
-            folder,
-            own,
-            shapes,
-            boxes,
-            f"-{stem}-r{self.member.rank:05d}" if stem else f"-r{self.member.rank:05d}",
-        )
+        return write_pieces(folder, own, shapes, boxes, file_tag(prefix, self.member.rank))
 
     def read_pieces(
         self, part: str, there: CheckpointTensors, keys: Sequence[str], meta: dict[str, Any]

@@ -75,6 +75,11 @@ class MegatronWorker(RankWorker):
     def _reference(self, model: CausalModel, kind: ReferenceConfig) -> ReferencePolicy:
         return FrozenReference(model, kind, self._frozen)
 
+    @property
+    def retries(self) -> bool:
+        """The ranks of a tensor group talk inside of layers; groups do so once per step."""
+        return self.parallel.tensor == 1
+
     def step(self) -> StepReport:
         self.optimizer.reduce()
         return super().step()

@@ -329,7 +329,7 @@ FEATURES = (
             fsdp=YES,
             deepspeed=WHOLE_TENSORS,
             megatron=WHOLE_TENSORS,
-            ray=Yes("It does not apply: states travel whole to the controller, which writes them."),
+            ray=Yes("On ranks it is the default. The state of one actor travels to the controller."),
         ),
     ),
 )
