@@ -101,6 +101,24 @@ def test_sft_killed_at_a_named_point(sft: Whole, tmp_path: Path, point: str) -> 
     assert sft.differences(tmp_path / "run") == []
 
 
+@pytest.mark.parametrize(
+    "point",
+    [
+        "save:after-tensors@2",
+        *(
+            pytest.param(point, marks=pytest.mark.long)
+            for point in ("save:before-rename@2", "save:after-rename@2", "prune:middle@1")
+        ),
+    ],
+)
+def test_killed_while_a_thread_writes(grpo: Whole, tmp_path: Path, point: str) -> None:
+    """The checkpoint before is intact, and so is what rollouts wrote down since."""
+    background = "run.checkpoint.background=true"
+    crash(grpo, tmp_path, point, background)
+    finish(grpo, tmp_path, background)
+    assert grpo.differences(tmp_path / "run") == []
+
+
 def test_killed_again_and_again(grpo: Whole, tmp_path: Path) -> None:
     for point in (
         "step:end@3",

@@ -154,7 +154,7 @@ def build_rl(
             backend,
             {"algorithm": inputs.algorithm, **backend.parts(), **parts},
             settle=buffer.settle,
-            on_saved=journal.clear,
+            on_saving=journal.seal,
             memory=attempt.memory,
         ),
         prediction=predict_run(cfg, backend, prompts.lengths, inputs.algorithm.needs),

@@ -24,8 +24,15 @@ class CheckpointConfig(Section):
     sharded: Literal["auto"] | bool = Field(
         "auto",
         description=(
-            "fsdp: every rank writes its own part, and nothing is gathered. auto: above 16 GiB. All"
-            " ranks must see run.dir."
+            "fsdp: every rank writes its own part, and nothing is gathered. auto: above 16 GiB, and"
+            " always with cluster.kind=ray. All ranks must see run.dir."
+        ),
+    )
+    background: bool = Field(
+        False,
+        description=(
+            "A step pays for a copy in host memory only, and a thread writes it while the run goes"
+            " on. The next checkpoint and the end of the run wait for it."
         ),
     )
     every: Natural = Field(50, description="Steps between checkpoints; 0 = only at the end.")

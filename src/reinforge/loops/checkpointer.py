@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from reinforge.checkpoint import store
+from reinforge.checkpoint.background import CheckpointWrite, StagingCopies, plain_copy
 from reinforge.checkpoint.memory_snapshot import MemorySnapshot
 from reinforge.checkpoint.tensors import within
 from reinforge.config.schema import Config
@@ -35,8 +37,9 @@ class Checkpointer:
     """Saves the state of a run at a boundary, and puts it back.
 
     build/ makes it; the run asks it at every boundary. `settle` makes the state complete before it
-    is saved (rollouts that are under way). `on_saved` is called after every save. `memory` keeps
-    boundaries beside those on disk, for a run that outlives the processes that train.
+    is saved (rollouts that are under way). `on_saving` is called when a save begins, and what it
+    returns once the checkpoint is on disk. `memory` keeps boundaries beside those on disk, for a
+    run that outlives the processes that train.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class Checkpointer:
         parts: Mapping[str, Stateful] | None = None,
         *,
         settle: Callable[[], Awaitable[None]] | None = None,
-        on_saved: Callable[[], None] | None = None,
+        on_saving: Callable[[], Callable[[], None]] | None = None,
         memory: MemorySnapshot | None = None,
     ):
         self.cfg = cfg
@@ -55,7 +58,10 @@ class Checkpointer:
         self.parts = dict(parts or {})
         self.memory = memory
         self._settle = settle
-        self._on_saved = on_saved
+        self._on_saving = on_saving
+        self._staging = StagingCopies()
+        self._writing: CheckpointWrite | None = None  # until its end was told
+        self._on_written: Callable[[], None] | None = None
         self._done_at = -1  # the boundary with nothing left to save
 
     # ---- continue ----
@@ -146,14 +152,39 @@ class Checkpointer:
             return False
         return True
 
-    def save(self, step: int, extra: Mapping[str, Any], best_step: int | None) -> Path:
-        """Writes a checkpoint of this boundary and removes old ones, but not the best."""
-        path = store.save(self.dir, step, *self._with_parts(extra))
+    def save(self, step: int, extra: Mapping[str, Any], best_step: int | None) -> None:
+        """Begins a checkpoint of this boundary; old ones are removed after it, but not the best.
+        `written` tells of its end. One that is under way is waited for.
+
+        In the background a thread writes a copy. What ranks write themselves they write at once.
+        """
+        self.written(wait=True)
+        state, plain = self._with_parts(extra)
+        background = self.cfg.run.checkpoint.background and not state.shards
+        if background:
+            state, plain = self._staging.of(state), plain_copy(plain)
+        self._on_written = None if self._on_saving is None else self._on_saving()
+        write = partial(self._write, step, state, plain, best_step)
+        self._writing = CheckpointWrite(write, background)
         self._done_at = step
+
+    def _write(self, step: int, state: State, extra: dict[str, Any], best_step: int | None) -> Path:
+        path = store.save(self.dir, step, state, extra)
         best = {p for p in store.steps(self.dir) if store.step_of(p) == best_step}
         store.prune(self.dir, self.cfg.run.checkpoint.keep, best)
-        if self._on_saved is not None:
-            self._on_saved()
+        return path
+
+    def written(self, *, wait: bool) -> Path | None:
+        """The checkpoint that is on disk since this was asked last, or the error that kept it from
+        there; None where there is none, or where it is under way and nobody waits.
+        """
+        writing = self._writing
+        if writing is None or (writing.under_way and not wait):
+            return None
+        self._writing = None
+        path = writing.end()
+        if self._on_written is not None:
+            self._on_written()
         return path
 
     def newest(self) -> Path:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from reinforge.checkpoint import store
 from reinforge.checkpoint.crash_points import crash_point
 from reinforge.checkpoint.hub import HubRepository, HubSink
 from reinforge.checkpoint.lock import RunLock
@@ -287,6 +288,7 @@ class Run:
         if self.checkpointer.unsaved(self.step):
             await self.checkpointer.settle()
             self._save()
+        self._tell_saved(wait=True)
         return self.checkpointer.newest()
 
     async def evaluate(self) -> Metrics:
@@ -531,6 +533,8 @@ class Run:
         if self.checkpointer.due(self.step, ending=not self.going(), asked=asked):
             await self.checkpointer.settle()
             self._save()
+        # a run that ends waits for the last one
+        self._tell_saved(wait=not self.going())
         if self.checkpointer.snapshot_due(self.step):
             await self.checkpointer.settle()
             self.checkpointer.snapshot(self.step, self._extra())
@@ -563,11 +567,18 @@ class Run:
         return verdict.improved
 
     def _save(self) -> None:
-        """A complete checkpoint of this boundary."""
+        """A complete checkpoint of this boundary, once the one before is on disk."""
         self.lock.check()
         with self.phase("checkpoint"):
-            path = self.checkpointer.save(self.step, self._extra(), self.evaluator.best_step())
-        self.recorder.event("checkpoint", step=self.step, path=path.name)
+            self._tell_saved(wait=True)
+            self.checkpointer.save(self.step, self._extra(), self.evaluator.best_step())
+
+    def _tell_saved(self, *, wait: bool) -> None:
+        """Tells of a checkpoint that is on disk; one that could not be written ends the run."""
+        path = self.checkpointer.written(wait=wait)
+        if path is None:
+            return
+        self.recorder.event("checkpoint", step=store.step_of(path), path=path.name)
         self.recorder.keep_checkpoint(path, self._keepers(self._artifacts == "checkpoints"))
         self.callbacks.save(self.control, path)
 
@@ -617,6 +628,7 @@ class Run:
                 self.recorder.event("signal", signal=self.terminating.name, step=self.step)
             if isinstance(error, Terminated) and self.checkpointer.unsaved(self.step):
                 self._save()
+            self._end_saving(error)
             self._tell_end(error)
             self.recorder.event(
                 ending_of(error),
@@ -636,6 +648,17 @@ class Run:
                 self.lock.check_place()
             except InputError as gone:
                 raise gone from error
+
+    def _end_saving(self, error: BaseException | None) -> None:
+        """Waits for a checkpoint that is under way. That it failed takes nothing from an error that
+        the run ends with already.
+        """
+        try:
+            self._tell_saved(wait=True)
+        except ReinforgeError as problem:
+            if error is None or isinstance(error, Terminated):
+                raise
+            self.view.message(str(problem))
 
     def _tell_end(self, error: BaseException | None) -> None:
         """Callbacks hear of every ending; what they raise takes nothing from the error."""

@@ -9,7 +9,8 @@ choice to the groups it was made among, an environment's answers to the actions 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,16 +101,34 @@ class Journal:
         self._torn = False
 
     def clear(self) -> None:
-        """A checkpoint covers everything so far."""
+        """A checkpoint on disk covers everything so far."""
+        self.seal()()
+
+    def seal(self) -> Callable[[], None]:
+        """A checkpoint that is being written covers everything so far; what comes back is to be
+        called once it is on disk. Until then a crash needs all of it.
+        """
         self._entries.clear()
         self._faults.clear()
         self._choices.clear()
         self._episodes.clear()
-        self._torn = False
-        if self.path is not None and self.path.exists():
-            with past_of(self.path).open("ab") as past:
-                past.write(b"\n" + self.path.read_bytes())
+        path = self.path
+        return partial(self._retire, path.stat().st_size if path and path.exists() else 0)
+
+    def _retire(self, size: int) -> None:
+        """The first `size` bytes go to the past."""
+        if self.path is None or not self.path.exists():
+            return
+        content = self.path.read_bytes()
+        with past_of(self.path).open("ab") as past:
+            past.write(b"\n" + content[:size])
+        if content[size:]:
+            rest = self.path.with_name(f".{self.path.name}")
+            rest.write_bytes(content[size:])
+            rest.replace(self.path)
+        else:
             self.path.unlink()
+            self._torn = False
 
 
 def past_of(journal: Path) -> Path:

@@ -106,10 +106,17 @@ def checkpointer(cfg: Config, value: float, **more: Any) -> Checkpointer:
 def test_a_checkpoint_holds_the_backend_the_parts_and_the_run(make: Callable[..., Config]) -> None:
     cfg = make()
     told: list[str] = []
-    saving = checkpointer(cfg, 4, on_saved=lambda: told.append("saved"))
+
+    def begins() -> Callable[[], None]:
+        told.append("begins")
+        return lambda: told.append("saved")
+
+    saving = checkpointer(cfg, 4, on_saving=begins)
     assert saving.restore() is None
     saving.save(4, {"step": 4, "counters": {"updates": 7}}, None)
-    assert told == ["saved"] and not saving.unsaved(4) and saving.unsaved(5)
+    assert told == ["begins"] and not saving.unsaved(4) and saving.unsaved(5)
+    assert saving.written(wait=False) == store.steps(Path(cfg.run.dir))[0]
+    assert told == ["begins", "saved"] and saving.written(wait=True) is None
     state, extra = store.load(store.steps(Path(cfg.run.dir))[0])
     assert set(state.tensors) == {"x", "part/mean/x"} and state.meta == {"steps": 4}
     assert extra == {"step": 4, "counters": {"updates": 7}, "parts": {"mean": {"steps": 4}}}
