@@ -53,6 +53,21 @@ def many(
     )
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_buckets_and_overlap_change_when_and_not_what(ranks: Ranks, stage: int) -> None:
+    plain = many(ranks, stage)
+    own = {"overlap": True, "reduce_bucket": 700, "gather_bucket": 900}
+    tuned = many(ranks, stage, more=own)
+    for seed in range(2):
+        samples = make_samples(LENGTHS, seed)
+        want, found = update(plain, samples), update(tuned, samples)
+        assert found == pytest.approx(want, rel=1e-5, abs=1e-7)
+    engine = tuned.worker.optimizer.engine
+    assert engine.zero_overlap_comm() and engine.zero_reduce_bucket_size() == 700
+    assert relative(tuned.state().tensors, plain.state().tensors) < 1e-5
+    plain.close(), tuned.close()
+
+
 OFFLOADED = [
     (2, {"offload_optimizer": "cpu"}),
     (3, {"offload_optimizer": "cpu"}),
@@ -117,7 +132,12 @@ def test_a_weight_without_a_gradient_keeps_none_of_the_last_batch(
     zero.close()
 
 
-def test_a_head_in_low_precision_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("stage", "kind", "where"),
+    [(2, "low critic", "model.dtype"), (1, "bfloat16", "train.deepspeed.stage")],
+)
+def test_what_it_cannot_do_in_low_precision_is_refused(stage: int, kind: str, where: str) -> None:
     # the ranks are of no use afterwards
-    with Ranks.open(2, "cpu") as own, pytest.raises(InputError, match="model.dtype"):
-        many(own, 2, "low critic", False)
+    with Ranks.open(2, "cpu") as own, pytest.raises(InputError) as refused:
+        many(own, stage, kind, False)
+    assert refused.value.where == where

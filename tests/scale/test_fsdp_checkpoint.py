@@ -24,6 +24,7 @@ from reinforge.backends.fsdp.worker import FsdpWorker
 from reinforge.build.saved_model import open_model
 from reinforge.checkpoint import store
 from reinforge.checkpoint.tensors import CheckpointTensors
+from reinforge.core.backend import State
 from reinforge.core.errors import InputError, StoppedByPolicy
 from reinforge.offline.export import export
 
@@ -98,6 +99,38 @@ def test_pieces_are_the_same_checkpoint(
     cut = make("cut", algorithm, *more, *SHARDED, **sections)
     launch(cut)
     assert digest(cut) == digest(whole)
+
+
+def test_pieces_in_the_background(ranks: Ranks, make: Any, tmp_path: Path) -> None:
+    """Each rank's thread writes a copy while the ranks train on; the bits are those of the moment
+    of the copy.
+    """
+    often = ("run.checkpoint.every=1", "train.ema=0.9")
+    plain, behind = (
+        make("plain", "sft", *SHARDED, *often),
+        make("behind", "sft", *SHARDED, *often, "run.checkpoint.background=true"),
+    )
+    launch(plain), launch(behind)
+    for here, there in zip(
+        store.steps(Path(plain.run.dir)), store.steps(Path(behind.run.dir)), strict=True
+    ):
+        assert store.digest(here) == store.digest(there)
+    assert {p.name for p in newest(behind).iterdir()} == {p.name for p in newest(plain).iterdir()}
+
+    backend = FsdpBackend(
+        ranks, partial(load, "full"), train_config(backend="fsdp"), sharded=True, total_steps=10
+    )
+    update(backend, make_samples((20, 19, 21)))
+    store.save(tmp_path, 1, backend.state(), {})
+    (staged,) = (shards.stage() for shards in backend.state().shards.values())
+    update(backend, make_samples((20, 19, 21), 1))
+    store.save(tmp_path, 2, State(meta=backend.state().meta, shards={"": staged}), {})
+    second, first = store.steps(tmp_path)
+    assert store.tensors_digest(second) == store.tensors_digest(first)
+    (again,) = (shards.stage() for shards in backend.state().shards.values())
+    with pytest.raises(OSError, match="rank 0: .*does not see the directory of the run"):
+        again.write(tmp_path / "nowhere", "")
+    backend.close()
 
 
 def biases_of_ranks(worker: FsdpWorker) -> list[torch.Tensor]:

@@ -311,7 +311,7 @@ class LocalBackend:
     def _here(self, batch: Batch) -> slice:
         """Which tokens of a pack this process computes."""
         slices = self.model.slices
-        return slice(None) if slices is None else slices.span(batch.n_tokens)
+        return slice(None) if slices is None else slices.computed(batch.n_tokens)
 
     def step(self) -> StepReport:
         rate = learning_rate(

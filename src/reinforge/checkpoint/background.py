@@ -44,7 +44,7 @@ class StagingCopies:
             staged[name] = copies[place]
         if any(tensor.is_cuda for tensor in state.tensors.values()):
             torch.cuda.synchronize()
-        return State(staged, dict(state.meta))
+        return State(staged, dict(state.meta), dict(state.shards))
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_cuda:

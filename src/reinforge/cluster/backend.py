@@ -175,6 +175,9 @@ class RemoteShards:
         )
         return found
 
+    def stage(self) -> None:
+        """An actor does one thing at a time: while it writes, it does not train."""
+
 
 class RemoteTeachers:
     """The teachers of a backend in an actor, asked where they are. `RemoteBackend` has it in place

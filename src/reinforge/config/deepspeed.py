@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from reinforge.config.base import Section
+from reinforge.config.base import Count, Section
 
 Place = Literal["none", "cpu", "nvme"]
 
@@ -16,9 +16,31 @@ class DeepSpeedConfig(Section):
     they are not needed.
     """
 
-    stage: Literal[2, 3] = Field(
+    stage: Literal[1, 2, 3] = Field(
         2,
-        description="2: gradients, masters and moments are cut over the ranks. 3: the weights too.",
+        description=(
+            "1: moments are cut over the ranks, and gradients are added up once per optimizer step;"
+            " for model.dtype float32. 2: gradients are cut too, and added up after every"
+            " micro-batch. 3: the weights too."
+        ),
+    )
+    overlap: bool = Field(
+        False,
+        description=(
+            "Stages 2 and 3: gradients are added up over the ranks while the backward pass goes"
+            " on. Takes memory for a second bucket."
+        ),
+    )
+    reduce_bucket: Count | None = Field(
+        None,
+        description="Elements of gradients that are added up at once; null: DeepSpeed's own.",
+    )
+    gather_bucket: Count | None = Field(
+        None,
+        description=(
+            "Elements of weights that are gathered at once: after an update (stages 1 and 2), or"
+            " ahead of the layer that needs them (stage 3). null: DeepSpeed's own."
+        ),
     )
     offload_optimizer: Place = Field(
         "none",
@@ -36,9 +58,20 @@ class DeepSpeedConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> DeepSpeedConfig:
-        if self.stage == 2 and self.offload_parameters != "none":
+        if self.stage == 1 and self.overlap:
             raise ValueError(
-                "offload_parameters: stage 2 keeps whole weights on every device; set stage: 3"
+                "overlap: stage 1 adds gradients up once, after the last backward pass; set stage:"
+                " 2, or overlap: false"
+            )
+        if self.stage == 1 and self.offload_optimizer != "none":
+            raise ValueError(
+                "offload_optimizer: only from stage 2 on is there a place for gradients in host"
+                " memory; set stage: 2"
+            )
+        if self.stage < 3 and self.offload_parameters != "none":
+            raise ValueError(
+                f"offload_parameters: stage {self.stage} keeps whole weights on every device; set"
+                " stage: 3"
             )
         if self.stage == 2 and self.offload_optimizer == "nvme":
             raise ValueError(

@@ -147,6 +147,12 @@ class TensorShards(Protocol):
         """The whole tensors, by name."""
         ...
 
+    def stage(self) -> TensorShards | None:
+        """A copy as they are now, which a thread can write while training goes on; None: they can
+        only be written at once.
+        """
+        ...
+
 
 @dataclass(slots=True)
 class State:

@@ -156,13 +156,19 @@ class Checkpointer:
         """Begins a checkpoint of this boundary; old ones are removed after it, but not the best.
         `written` tells of its end. One that is under way is waited for.
 
-        In the background a thread writes a copy. What ranks write themselves they write at once.
+        In the background a thread writes a copy, on ranks a thread of each. What is in actors is
+        written at once.
         """
         self.written(wait=True)
         state, plain = self._with_parts(extra)
-        background = self.cfg.run.checkpoint.background and not state.shards
+        background = self.cfg.run.checkpoint.background
         if background:
-            state, plain = self._staging.of(state), plain_copy(plain)
+            staged = {prefix: shards.stage() for prefix, shards in state.shards.items()}
+            copies = {prefix: shards for prefix, shards in staged.items() if shards is not None}
+            background = len(copies) == len(staged)
+            if background:
+                state = self._staging.of(State(state.tensors, state.meta, copies))
+                plain = plain_copy(plain)
         self._on_written = None if self._on_saving is None else self._on_saving()
         write = partial(self._write, step, state, plain, best_step)
         self._writing = CheckpointWrite(write, background)

@@ -165,6 +165,9 @@ class PackedModel:
                 fix="Leave it at 1.",
             )
         here = self.slices.span(batch.n_tokens)
+        if batch.n_tokens < self.slices.size:
+            # every rank computes all of it, and the gradient of its own rows
+            return self.hidden(batch.tokens, batch.positions, whole)[here]
         return self.hidden(
             batch.tokens[here], batch.positions[here], Ulysses(whole, self.slices, batch.n_tokens)
         )

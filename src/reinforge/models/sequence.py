@@ -44,6 +44,12 @@ class SequenceSlices:
         begin = sum(sizes[: self.rank])
         return slice(begin, begin + sizes[self.rank])
 
+    def computed(self, tokens: int) -> slice:
+        """Which tokens of a pack this rank computes: its own; all of them where there are fewer
+        than ranks, because somebody would have none.
+        """
+        return slice(None) if tokens < self.size else self.span(tokens)
+
 
 @dataclass(slots=True)
 class SliceReading:

@@ -29,6 +29,11 @@ KEYS = ("train.backend=deepspeed", "train.ranks=2")
             ("algorithm.kl.coefficient=0.1", "algorithm.kl.reference.kind=ema"),
         ),
         ("offload_parameters: stage 2", ("train.deepspeed.offload_parameters=cpu",)),
+        ("overlap: stage 1", ("train.deepspeed.stage=1", "train.deepspeed.overlap=true")),
+        (
+            "offload_optimizer: only from stage 2",
+            ("train.deepspeed.stage=1", "train.deepspeed.offload_optimizer=cpu"),
+        ),
         (
             "offload_optimizer: DeepSpeed writes to nvme in stage 3",
             ("train.deepspeed.offload_optimizer=nvme", "train.deepspeed.nvme_path=x"),
@@ -38,7 +43,7 @@ KEYS = ("train.backend=deepspeed", "train.ranks=2")
             ("train.deepspeed.stage=3", "train.deepspeed.offload_optimizer=nvme"),
         ),
         ("nvme_path: nothing is offloaded", ("train.deepspeed.nvme_path=x",)),
-        ("stage", ("train.deepspeed.stage=1",)),
+        ("stage", ("train.deepspeed.stage=0",)),
         ("tensor_parallel", ("train.tensor_parallel=2",)),
         ("checkpoint.sharded", ("run.checkpoint.sharded=true",)),
     ],

@@ -93,10 +93,14 @@ def configuration(cfg: DeepSpeedConfig, model: PackedModel, kind: str) -> dict[s
     vectors = max((p.numel() for p in model.module.parameters() if p.ndim <= 1), default=0)
     zero: dict[str, Any] = {
         "stage": cfg.stage,
-        "overlap_comm": False,
+        "overlap_comm": cfg.overlap,
         "stage3_param_persistence_threshold": vectors,
         "memory_efficient_linear": False,
     }
+    gathers = "stage3_prefetch_bucket_size" if cfg.stage == 3 else "allgather_bucket_size"
+    for key, size in (("reduce_bucket_size", cfg.reduce_bucket), (gathers, cfg.gather_bucket)):
+        if size is not None:
+            zero[key] = size
     for key, place in (
         ("offload_optimizer", cfg.offload_optimizer),
         ("offload_param", cfg.offload_parameters),

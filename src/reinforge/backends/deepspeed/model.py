@@ -1,9 +1,9 @@
 """DeepSpeed's ZeRO engine around one model, and the optimizer that it calls.
 
-What the engine does: cuts gradients, masters and moments (stage 2) and weights (stage 3) over the
-ranks, moves them to host memory or disk, adds gradients up. What it does not do: it scales no loss,
-counts no accumulation steps, clips nothing and knows no schedule. The update is torch's AdamW on
-the flat piece of this rank, as everywhere else here.
+What the engine does: cuts masters and moments (stage 1), gradients (stage 2) and weights (stage 3)
+over the ranks, moves them to host memory or disk, adds gradients up. What it does not do: it scales
+no loss, counts no accumulation steps, clips nothing and knows no schedule. The update is torch's
+AdamW on the flat piece of this rank, as everywhere else here.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ZeroModel:
         for i, piece in enumerate(self.pieces):
             with self._there(i):
                 self.adam.prepare(piece)
-        if self.stage == 2:
+        if self.stage < 3:
             self.zero._lazy_init_hp_params_optimizer_state()
 
     @property
@@ -98,7 +98,7 @@ class ZeroModel:
         """The flat float32 masters that this rank updates."""
         found: list[Tensor] = (
             self.zero.single_partition_of_fp32_groups
-            if self.stage == 2
+            if self.stage < 3
             else self.zero.fp32_partitioned_groups_flat
         )
         return found
@@ -135,7 +135,7 @@ class ZeroModel:
         self.pending = False
         applied = self.engine.was_step_applied()
         # with offload in bfloat16 the bad gradient would stay and be added to
-        if self.stage == 2 and not applied:
+        if self.stage < 3 and not applied:
             self.zero.averaged_gradients.update(dict.fromkeys(self.zero.averaged_gradients))
         # a weight without a gradient in the next batch would keep this one's
         if self.stage == 3 and not self.zero.offload_optimizer:
@@ -159,7 +159,7 @@ class ZeroModel:
     def weight(self, name: str, changes: bool = False) -> Iterator[nn.Parameter]:
         """Inside, the weight is whole, as layers compute with it."""
         p = self.parameters[name]
-        if self.stage == 2:
+        if self.stage < 3:
             yield p
             return
         with library().zero.GatheredParameters([p], modifier_rank=0 if changes else None):

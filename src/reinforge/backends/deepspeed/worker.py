@@ -66,6 +66,13 @@ class DeepSpeedWorker(RankWorker):
                 where="model.dtype",
                 fix="Set model.dtype=float32, or train.backend=fsdp.",
             )
+        if cfg.deepspeed.stage == 1 and model.dtype != torch.float32:
+            raise InputError(
+                "in stage 1 DeepSpeed has another optimizer for bfloat16, without the parts that"
+                " states are read from.",
+                where="train.deepspeed.stage",
+                fix="Set it to 2, or model.dtype=float32.",
+            )
         if isinstance(model, CausalModel):
             keep_whole(model.module)
         self.member = member

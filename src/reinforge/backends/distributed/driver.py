@@ -7,6 +7,9 @@ over the whole batch before it was dealt.
 
 from __future__ import annotations
 
+import itertools
+import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +30,7 @@ from reinforge.checkpoint.tensors import CheckpointTensors, within, write_whole
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, State, Stateful
 from reinforge.core.batch import Batch, Totals, rejoin
+from reinforge.core.errors import StoppedByPolicy
 from reinforge.core.metrics import StepMetrics
 from reinforge.core.model_facts import ModelFacts
 from reinforge.core.report import StepReport
@@ -36,6 +40,7 @@ from reinforge.models.router_bias import BIASES
 
 BUCKET = 256 << 20  # bytes of a state that are sent at once
 STATE = ("model/", "optimizer/", BIASES)  # how the tensors of a backend's own state begin
+POLL = 0.02  # seconds between two looks at whether a rank has written
 GATHERED = 16 << 30  # bytes of a state that rank 0 takes into its memory
 
 
@@ -80,6 +85,7 @@ class DistributedBackend:
         self.ema = WeightFollower(self, "ema") if self.worker.ema is not None else None
         large = self.kind.writes_pieces and self._state_bytes() > GATHERED
         self.sharded = large if sharded is None else sharded
+        self.staged = itertools.count()  # copies of states, for checkpoints in the background
         self._stale = True  # whether `full` may have other weights
 
     @property
@@ -326,3 +332,45 @@ class RankShards:
     def gather(self) -> Mapping[str, Tensor]:
         state: State = self.backend._call("gathered", self.part)[0]
         return state.tensors
+
+    def stage(self) -> StagedShards | None:
+        if not self.backend.kind.writes_pieces:
+            return None
+        ranks = self.backend.ranks
+        number = next(self.backend.staged)
+        self.backend._call("stage_pieces", self.part, f"staged/{self.backend.id}/{number}")
+        return StagedShards(ranks, f"staged/{self.backend.id}/{number}")
+
+
+class StagedShards:
+    """Copies of what ranks hold of a state, each with a thread of its rank that waits to write it.
+    `RankShards.stage` makes it; a checkpoint in the background asks it to be written.
+
+    The threads hear of the place through the store of the ranks: their commands go on meanwhile.
+    """
+
+    def __init__(self, ranks: Ranks, key: str):
+        self.ranks = ranks
+        self.key = key
+
+    def write(self, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
+        store = self.ranks.own.store
+        store.set(self.key, json.dumps([str(folder), prefix]))
+        found: dict[str, dict[str, Any]] = {}
+        for rank in range(self.ranks.size):
+            answer = f"{self.key}/{rank}"
+            while not store.check([answer]):
+                if not self.ranks.usable:
+                    raise StoppedByPolicy(self.ranks.broken or "the ranks have ended")
+                time.sleep(POLL)
+            told = json.loads(store.get(answer))
+            if "error" in told:
+                raise OSError(f"rank {rank}: {told['error']}")
+            found |= told["files"]
+        return found
+
+    def gather(self) -> Mapping[str, Tensor]:
+        raise NotImplementedError("a copy is written, and nothing else")
+
+    def stage(self) -> StagedShards:
+        return self

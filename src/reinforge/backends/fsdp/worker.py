@@ -8,7 +8,10 @@ and throws it away.
 from __future__ import annotations
 
 import copy
+import json
 import socket
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,6 +35,7 @@ from reinforge.backends.fsdp.tensor_parallel import TensorParallelPlan
 from reinforge.backends.memory_model import budget, gradient_bytes, optimizer_bytes
 from reinforge.backends.microbatch import CPU_BUDGET
 from reinforge.backends.reference import ReferencePolicy
+from reinforge.checkpoint.background import StagingCopies
 from reinforge.checkpoint.tensors import Box, CheckpointTensors, file_tag, write_pieces
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
@@ -108,6 +112,7 @@ class FsdpWorker(RankWorker):
         if compiled and self.plan is None:
             model.compile_layers()
         self._inbox: dict[str, Tensor] = {}
+        self._staging: dict[str, StagingCopies] = {}  # by part
         self._swapped = ExitStack()
         super().__init__(model, cfg, **settings)
 
@@ -266,9 +271,33 @@ class FsdpWorker(RankWorker):
         return self.parallel.box(shape, self.member.rank, self.split.get(name))
 
     def write_pieces(self, part: str, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
-        """Writes what this rank holds of the state into a checkpoint; what several ranks have is
-        written by one.
+        """Writes what this rank holds of the state into a checkpoint."""
+        return self._write(self.part(part).state().tensors, folder, prefix)
+
+    def stage_pieces(self, part: str, key: str) -> None:
+        """Copies what this rank holds of the state; a thread writes the copy once `key` in the
+        store of the ranks says where, and answers there.
         """
+        copied = self._staging.setdefault(part, StagingCopies()).of(self.part(part).state())
+        threading.Thread(
+            target=self._write_staged, args=(copied.tensors, key), name="checkpoint", daemon=True
+        ).start()
+
+    def _write_staged(self, copied: Mapping[str, Tensor], key: str) -> None:
+        store = self.member.store
+        while not store.check([key]):
+            time.sleep(0.02)
+        folder, prefix = json.loads(store.get(key))
+        try:
+            answer: dict[str, Any] = {"files": self._write(copied, Path(folder), prefix)}
+        except Exception as error:  # whoever saves tells it
+            answer = {"error": str(error)}
+        store.set(f"{key}/{self.member.rank}", json.dumps(answer))
+
+    def _write(
+        self, local: Mapping[str, Tensor], folder: Path, prefix: str
+    ) -> dict[str, dict[str, Any]]:
+        """What several ranks have is written by one."""
         if not folder.is_dir():
             raise InputError(
                 f"rank {self.member.rank} on {socket.gethostname()} does not see the directory of"
@@ -276,11 +305,10 @@ class FsdpWorker(RankWorker):
                 where="run.dir",
                 fix="Put it where all machines see it, or set run.checkpoint.sharded=false.",
             )
-        local = self.part(part).state()
         own = {}
         shapes = {}
         boxes = {}
-        for key, piece in local.tensors.items():
+        for key, piece in local.items():
             name = parameter_of(key)
             alike = self._alike(name, piece.shape)
             first = (

@@ -329,7 +329,9 @@ FEATURES = (
             fsdp=YES,
             deepspeed=WHOLE_TENSORS,
             megatron=WHOLE_TENSORS,
-            ray=Yes("On ranks it is the default. The state of one actor travels to the controller."),
+            ray=Yes(
+                "On ranks it is the default. The state of one actor travels to the controller."
+            ),
         ),
     ),
 )
