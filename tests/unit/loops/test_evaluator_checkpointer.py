@@ -152,6 +152,28 @@ def test_the_best_checkpoint_is_kept(make: Callable[..., Config]) -> None:
     assert [store.step_of(path) for path in store.steps(Path(cfg.run.dir))] == [3, 1]
 
 
+class Elsewhere:
+    """Tensors of other processes."""
+
+    def write(self, folder: Path, prefix: str) -> dict[str, dict[str, Any]]:
+        raise AssertionError("a snapshot writes nothing")
+
+    def gather(self) -> dict[str, torch.Tensor]:
+        return {"model/w": torch.arange(3.0)}
+
+    def stage(self) -> None:
+        return None
+
+
+def test_a_snapshot_gathers_what_is_elsewhere() -> None:
+    memory = MemorySnapshot(every=1)
+    shards = {"": Elsewhere(), "part/ema/": Elsewhere()}
+    memory.keep(1, State({"x": torch.ones(1)}, {"steps": 1}, shards), {"step": 1})
+    state, _ = memory.load()
+    assert set(state.tensors) == {"x", "model/w", "part/ema/model/w"}
+    assert state.tensors["part/ema/model/w"].tolist() == [0.0, 1.0, 2.0] and not state.shards
+
+
 def test_what_is_newer_in_memory_is_continued(make: Callable[..., Config]) -> None:
     cfg = make()
     memory = MemorySnapshot(every=2)
