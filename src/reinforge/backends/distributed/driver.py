@@ -370,7 +370,7 @@ class StagedShards:
         return found
 
     def gather(self) -> Mapping[str, Tensor]:
-        raise NotImplementedError("a copy is written, and nothing else")
+        raise AssertionError("a copy is written, and nothing else")
 
     def stage(self) -> StagedShards:
         return self
