@@ -40,6 +40,7 @@ class RankEngine:
     def __init__(self, member: RankMember, make: Callable[[], NativeEngine]):
         self.member = member
         self.engine = make()
+        member.copy = self.engine.model.module
 
     def generate(
         self, sign: str, requests: Sequence[GenerateRequest]
@@ -66,13 +67,15 @@ class RankEngine:
             one.cancel()
 
     @torch.no_grad()
-    def update(self, version: int) -> None:
-        """Rank 0's weights for all: those that change, and that generation reads."""
+    def update(self, version: int, kept: bool) -> None:
+        """Rank 0's weights for all: those that change, and that generation reads. `kept`: each
+        rank has the trained ones already, from the gather.
+        """
         module = self.engine.model.module
         moving = {
             name: p
             for name, p in module.named_parameters()
-            if p.requires_grad and not name.startswith(f"{VALUE_HEAD}.")
+            if p.requires_grad and not name.startswith(f"{VALUE_HEAD}.") and not kept
         }
         for changed in (moving | dict(biases_of(module))).values():
             # bytes: every transport knows them
@@ -210,7 +213,7 @@ class DataParallelEngine:
 
     async def update(self, weights: Weights, version: int) -> None:
         assert weights.module is self.own.model.module, "rank 0 generates with another module"
-        await self._call("update", [(version,)] * self.ranks.size)
+        await self._call("update", [(version, weights.kept)] * self.ranks.size)
 
     async def sleep(self) -> None:
         await self._call("sleep", [()] * self.ranks.size)

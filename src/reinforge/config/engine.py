@@ -4,8 +4,11 @@ generate. The native engine needs none of it.
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -30,6 +33,7 @@ class ServerFacts:
     filters: bool = True  # samples with top_p, top_k and min_p
     stop_strings: bool = True  # ends a completion at a string; at a token all of them do
     structured: bool = True  # keeps answers to a regular expression, a JSON schema or a grammar
+    transfers: bool = False  # has an API of its own for weight transfers
     sleeps: bool = True  # gives GPU memory back while the trainer needs it
     routes: bool = False  # tells which experts of a mixture its tokens went to
     key: bool = True  # answers only who has its key; otherwise everybody on its host
@@ -43,12 +47,28 @@ SERVERS: dict[str, ServerFacts] = {
         "reinforge.engines.served.vllm:Vllm",
         package="vllm",
         ipc=True,
+        transfers=True,
         routes=True,
         cpu_head_size=32,
         run_with=("llama", "qwen2"),
     ),
     "sglang": ServerFacts("reinforge.engines.served.sglang:Sglang", package="sglang"),
 }
+
+
+def is_remote(address: str) -> bool:
+    """Whether the server at this address is, or may be, on another host.
+
+    >>> [is_remote(a) for a in ("http://127.0.0.1:8000", "http://localhost:1", "http://10.0.0.7:1")]
+    [False, False, True]
+    """
+    host = urlsplit(address if "//" in address else f"//{address}").hostname or ""
+    if host in ("localhost", socket.gethostname()):
+        return False
+    try:
+        return not ip_address(host).is_loopback
+    except ValueError:
+        return True
 
 
 class EngineConfig(Section):
@@ -83,11 +103,13 @@ class EngineConfig(Section):
             " (colocated)."
         ),
     )
-    channel: Literal["auto", "ipc", "memory", "disk"] = Field(
+    channel: Literal["auto", "ipc", "memory", "disk", "vllm"] = Field(
         "auto",
         description=(
             "How weights get there. ipc: handles, on the same GPU. memory: files in RAM, on the"
-            " same host. disk: files in the run directory. auto: ipc where it can be, else memory."
+            " same host. disk: files in the run directory, which both must see. auto: ipc where it"
+            " can be, disk for an address on another host, else memory. vllm: by vLLM's own"
+            " transfer API, handles on the same GPU, else a process group (NCCL, on CPUs gloo)."
         ),
     )
     memory: Fraction = Field(
@@ -144,6 +166,12 @@ class EngineConfig(Section):
             raise ValueError(
                 "address: servers that run already have their own python, args, env, devices and"
                 " number; leave those out"
+            )
+        far = [address for address in self.address if is_remote(address)]
+        if far and self.channel == "memory":
+            raise ValueError(
+                f"channel: {far[0]} is on another host, which does not see this one's memory; use"
+                " disk, with a run directory that both see"
             )
         if self.devices and len(self.devices) != self.replicas:
             raise ValueError(

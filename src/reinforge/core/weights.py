@@ -25,3 +25,5 @@ class Weights:
     fingerprint: str = ""  # of the values, so that a receiver can prove what it got
     # the trainer's own log-probs of some tokens: a receiver must find the same
     probe: Callable[[Sequence[int]], Tensor] | None = None
+    # whether every rank that generates with a copy of the model has put them into it
+    kept: bool = False

@@ -26,14 +26,15 @@ class WeightMismatch(RuntimeError):
     """
 
 
-def probe_tokens(vocabulary: int, length: int = 48) -> list[int]:
-    """Tokens that are the same for every run, spread over the vocabulary.
+def probe_tokens(vocabulary: int, length: int = 48, number: int = 0) -> list[int]:
+    """Tokens that are the same for every run, spread over the vocabulary. Those of another `number`
+    begin otherwise: no engine has them in a cache.
 
-    >>> probe_tokens(100, 4)
-    [3, 22, 41, 60]
+    >>> probe_tokens(100, 4), probe_tokens(100, 4, 1)
+    ([3, 22, 41, 60], [10, 29, 48, 67])
     """
     stride = max(1, int(vocabulary * 0.6180339887) | 1) if vocabulary > 1000 else 19
-    return [(3 + i * stride) % vocabulary for i in range(length)]
+    return [(3 + 7 * number + i * stride) % vocabulary for i in range(length)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,8 @@ def compare(
     tolerance: float | None = None,
 ) -> ProbeCheck:
     """Raises `WeightMismatch` with the likeliest culprit where engine and trainer differ by more
-    than rounding. `before` are the trainer's values for the weights served before; `head_error` is
-    that of the engine's own look at its tied head.
+    than rounding. `before` are the trainer's values of this probe under the weights served before;
+    `head_error` is that of the engine's own look at its tied head.
     """
     error = float((found[1:] - want[1:]).abs().mean())
     limit = TOLERANCE[dtype] if tolerance is None else tolerance

@@ -98,6 +98,7 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "The section `engine`": ("engine.memory=0.5",),
         "Bit-identical log-probs": ("model.exact=true",),
         "Weights by handles of GPU memory (ipc)": ("engine.channel=ipc",),
+        "Weights by the server's own transfer API": ("engine.channel=vllm",),
         "Stop strings": ("rollout.stop=[x]",),
         "Evaluation with top_p": ("eval.top_p=0.9",),
         "Answers of a given form in an evaluation": ("eval.structured={regex: a}",),

@@ -203,10 +203,11 @@ class DeepSpeedWorker(RankWorker):
 
     @torch.no_grad()
     def publish(self, targets: Mapping[str, Tensor] | None) -> None:
-        """Puts the trained weights into `targets` on rank 0, one at a time."""
+        """One at a time."""
+        targets = self.targets(targets)
         for name in self.optimizer.parameters:
             with self.optimizer.weight(name) as whole:
-                if targets is not None:
+                if name in targets:
                     targets[name].copy_(whole)
 
     @torch.no_grad()

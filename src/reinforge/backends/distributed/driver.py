@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from reinforge.backends.distributed.dispatch import dispatch_packs, split_evenly
 from reinforge.backends.distributed.follower import WeightFollower
@@ -87,6 +87,7 @@ class DistributedBackend:
         self.sharded = large if sharded is None else sharded
         self.staged = itertools.count()  # copies of states, for checkpoints in the background
         self._stale = True  # whether `full` may have other weights
+        self._copied: nn.Module | None = None  # rank 0's copy, if ranks had any at the last gather
 
     @property
     def steps(self) -> int:
@@ -238,16 +239,23 @@ class DistributedBackend:
     # ---- weights and state ----
 
     def weights(self) -> Weights:
-        """The module that rank 0 generates with, up to date: gathered one parameter at a time."""
+        """The module that rank 0 generates with, up to date. The ranks compute the proof."""
         assert self.full is not None, "this backend was made without a module to generate with"
-        if self._stale:
+        copy = self.ranks.own.copy
+        if self._stale or copy is not self._copied:
             own = dict(self.full.module.named_parameters())
             targets = {name: own[name] for name in self.worker.shapes}
             self.ranks.call(self.id, "publish", [(targets,), *[(None,)] * (self.ranks.size - 1)])
             if self.worker.experts.bias is not None:
                 self.worker.experts.bias.publish(self.full.module)
             self._stale = False
-        return Weights("shared", module=self.full.module)
+            self._copied = copy
+        return Weights("shared", module=self.full.module, probe=self.probe, kept=copy is not None)
+
+    def probe(self, tokens: Sequence[int]) -> Tensor:
+        """The log-probs of these tokens at temperature 1, by the shards."""
+        found: Tensor = self._call("probe", list(tokens))[0]
+        return found
 
     def state(self) -> State:
         """Whole tensors, as the state of one process is: a run continues with any number of ranks,

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from reinforge.backends.distributed.wire import pack, unpack
 from reinforge.core.cpus import bind, numa_cpus, threads_for, visible_gpu
@@ -85,6 +86,8 @@ class RankMember:
         )
         self.control = dist.new_group(backend="gloo", timeout=IDLE)
         self.objects: dict[int, Any] = {}
+        # a whole model that this rank generates with: `Backend.weights` brings it up to date
+        self.copy: nn.Module | None = None
 
     def run(self, kind: str, target: int, name: Any, args: tuple[Any, ...]) -> Any:
         """`make`: name(member, *args) becomes object `target`; `call`: its method, or a function of

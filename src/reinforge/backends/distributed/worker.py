@@ -23,6 +23,7 @@ from reinforge.core.backend import Loss, State, Stateful
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
 from reinforge.core.metrics import LossMetrics, StepMetrics
+from reinforge.core.sample import Sample
 
 T = TypeVar("T")
 Dealt = Sequence[tuple[Batch, bool]]  # packs of one rank, and whether they count
@@ -232,6 +233,20 @@ class RankWorker(LocalBackend, ABC):
             self.experts.bias.add_up()
         super()._move_biases(moved)
 
+    @torch.no_grad()
+    def probe(self, tokens: Sequence[int]) -> Tensor:
+        """The log-prob at temperature 1 of each token after those before it; 0 for the first. All
+        ranks compute it together, where the weights are.
+        """
+        batch = Batch.pack([Sample.from_tokens("probe", list(tokens), [True] * len(tokens))])
+        sampled_at = self.temperature
+        self.temperature = 1.0
+        try:
+            self.annotate_packs([(batch, True)], frozenset({"old"}))
+        finally:
+            self.temperature = sampled_at
+        return torch.cat([torch.zeros(1), batch.streams["old"].float()])
+
     def limit(self, budget: int) -> None:
         self.budget = budget
 
@@ -246,9 +261,18 @@ class RankWorker(LocalBackend, ABC):
         """The whole state of a part in the host memory of rank 0; None on the others."""
         ...
 
+    def targets(self, given: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+        """Where this rank puts whole weights: what it is given, or a copy of the model that it
+        generates with.
+        """
+        if given is not None or self.member.copy is None:
+            return given or {}
+        own = dict(self.member.copy.named_parameters())
+        return {name: own[name] for name in self.shapes if name in own}
+
     @abstractmethod
     def publish(self, targets: Mapping[str, Tensor] | None) -> None:
-        """Puts the trained weights into `targets` on rank 0, one at a time."""
+        """Puts the trained weights into `targets`: rank 0's, or this rank's own (`targets`)."""
         ...
 
     def cut(self, name: str, tensor: Tensor) -> list[Tensor]:

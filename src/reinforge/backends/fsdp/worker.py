@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from reinforge.backends.distributed.parallel_layout import ParallelLayout
 from reinforge.backends.distributed.ranks import RankMember
 from reinforge.backends.distributed.worker import Dealt, RankWorker, Shortage, parameter_of
+from reinforge.backends.fsdp.buckets import gather_rows, in_buckets
 from reinforge.backends.fsdp.gathers import ForwardGathers
 from reinforge.backends.fsdp.model import shard
 from reinforge.backends.fsdp.optimizer import ShardedOptimizer
@@ -257,11 +258,37 @@ class FsdpWorker(RankWorker):
 
     @torch.no_grad()
     def publish(self, targets: Mapping[str, Tensor] | None) -> None:
-        """Puts the trained weights into `targets` on rank 0, one at a time."""
-        for name, piece in self.optimizer.parameters.items():
-            whole = self._whole(name, piece)
-            if targets is not None:
-                targets[name].copy_(whole)
+        """In the precision of checkpoints, a bucket at a time."""
+        targets = self.targets(targets)
+        kinds = {
+            name: (dtype, self._alike(name, self.shapes[name]), self.split.get(name))
+            for name, dtype in self.stored.items()
+        }
+        sizes = {name: self.shapes[name].numel() * kinds[name][0].itemsize for name in kinds}
+        for names in in_buckets(kinds, sizes):
+            dtype, alike, dim = kinds[names[0]]
+            own = self.optimizer.parameters
+            pieces = [own[name].to(self.member.device, dtype) for name in names]
+            wholes = pieces if alike else self._wholes(names, pieces, dim)
+            for name, whole in zip(names, wholes, strict=True):
+                if name in targets:
+                    targets[name].copy_(whole)
+
+    def _wholes(
+        self, names: Sequence[str], pieces: Sequence[Tensor], dim: int | None
+    ) -> list[Tensor]:
+        """The tensors of one bucket, which are cut over the tensor group along `dim`, if at all."""
+        shapes = [list(self.shapes[name]) for name in names]
+        if dim is None or self.tensor_mesh is None:
+            return gather_rows(pieces, shapes, self.mesh.get_group())
+        for shape in shapes:
+            shape[dim] //= self.parallel.tensor
+        parts = gather_rows(pieces, shapes, self.mesh.get_group())
+        # their rows are what they are cut along, on the way
+        turned = [part.movedim(dim, 0) for part in parts]
+        shapes = [[len(t) * self.parallel.tensor, *t.shape[1:]] for t in turned]
+        wholes = gather_rows(turned, shapes, self.tensor_mesh.get_group())
+        return [whole.movedim(0, dim) for whole in wholes]
 
     def _box(self, key: str, shape: Sequence[int]) -> Box:
         """Where this rank's shard of a tensor of a state lies in the whole."""

@@ -122,11 +122,12 @@ class MegatronWorker(RankWorker):
 
     @torch.no_grad()
     def publish(self, targets: Mapping[str, Tensor] | None) -> None:
-        """Puts the trained weights into `targets` on rank 0, one at a time."""
+        """One at a time."""
+        targets = self.targets(targets)
         own = self.optimizer.parameters
         for name, place in self.model.places.items():
             found = self._whole(place, own[place.own])
-            if targets is not None:
+            if name in targets:
                 targets[name].copy_(found)
 
     def receive(self, tensors: dict[str, Tensor]) -> None:

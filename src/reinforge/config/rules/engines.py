@@ -15,7 +15,8 @@ OWN_ARITHMETIC = No(
     "{engine} computes log-probs in its own way", "set rollout.engine=native, or leave it out"
 )
 NO_HANDLES = No("{engine} reads weights from files here", "use memory or disk")
-NO_HANDLES_THERE = No("handles of GPU memory are for servers that we start", "use memory or disk")
+NO_HANDLES_THERE = No("it is for servers that we start", "use memory or disk")
+NO_TRANSFERS = No("{engine} has no API for it that we know", "use memory or disk")
 NO_STRINGS = No("{engine} stops at tokens only", "leave it out, or use another engine")
 NO_FILTERS = No("{engine} knows no top_p", "leave it out, or use another engine")
 NO_STRUCTURE = No("{engine} knows no such forms", "leave it out, or use another engine")
@@ -90,6 +91,16 @@ def _features(servers: Servers) -> tuple[Feature, ...]:
             cells(
                 native=no_server,
                 started=where(lambda facts: facts.ipc, NO_HANDLES),
+                running=NO_HANDLES_THERE,
+            ),
+        ),
+        Feature(
+            "Weights by the server's own transfer API",
+            "engine.channel",
+            lambda c: c.engine.channel == "vllm",
+            cells(
+                native=no_server,
+                started=where(lambda facts: facts.transfers, NO_TRANSFERS),
                 running=NO_HANDLES_THERE,
             ),
         ),

@@ -75,6 +75,21 @@ class ServerSetup:
     routed: RoutedLayers | None = None
 
     @property
+    def near(self) -> bool:
+        """Whether the server is one process on the trainer's own GPU, which can open its memory."""
+        workers = (
+            int(given_options(self).get(f"{kind}-parallel-size", 1))
+            for kind in ("tensor", "pipeline", "data")
+        )
+        return (
+            self.device == "cuda"
+            and self.colocated
+            and not self.cfg.devices
+            and not self.cfg.address
+            and max(workers) == 1
+        )
+
+    @property
     def sleep_level(self) -> int:
         """0 never, 1 keeps the weights in host memory, 2 drops them too.
 
@@ -139,8 +154,8 @@ class Dialect(Protocol):
     name: str  # as in `SERVERS`
     # How weights may arrive, which is what `stage` understands. "safetensors": a directory with
     # config.json and one model.safetensors, however large, under the names of the checkpoint.
-    # "files", "adapter", "ipc": forms of ours (reinforge/weights/), for servers that load a plug-in
-    # of ours.
+    # "files", "adapter", "ipc", "group": forms of ours (reinforge/weights/), for servers that load
+    # a plug-in of ours.
     channels: tuple[str, ...]
     # What to do about a server that answers 404: one of another version, or without our plug-in.
     unknown_path: str

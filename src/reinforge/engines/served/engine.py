@@ -207,7 +207,8 @@ class ServedEngine:
         await self._all_up()
         async with here.moving:
             up = [(r, r.life) for r in self.replicas if r.up]
-            fresh = self.transfer.publish(weights, version)
+            # in a thread: what is being generated goes on
+            fresh = await asyncio.to_thread(self.transfer.publish, weights, version)
             await asyncio.gather(*(self._or_lost(r, self.transfer.stage(r, fresh)) for r, _ in up))
             here.gate.clear()
             try:

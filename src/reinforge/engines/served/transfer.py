@@ -4,6 +4,7 @@ against the trainer's own forward.
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,16 +13,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from reinforge.config.engine import is_remote
 from reinforge.core.weights import Weights
 from reinforge.engines.served.dialect import Dialect, ServerSetup
 from reinforge.engines.served.http import ServerFault
 from reinforge.engines.served.replica import Replica
 from reinforge.models.named_weights import LowRankUpdate, base_weights, low_rank, named_weights
 from reinforge.weights.files import AdapterChannel, FileChannel, SafetensorsChannel
+from reinforge.weights.group import GroupChannel, GroupLink
 from reinforge.weights.ipc import IpcChannel, usable
 from reinforge.weights.probe import ProbeCheck, Scorer, compare, probe_tokens
 
-Channel = FileChannel | IpcChannel
+Channel = FileChannel | IpcChannel | GroupChannel
 
 
 @dataclass
@@ -32,7 +35,10 @@ class PublishedWeights:
 
     channel: Channel
     version: int
-    want: Tensor | None
+    number: int  # of the probe: a new one for every update
+    want: Tensor | None  # what the trainer says about it
+    # what it says about the next one: what an engine that keeps these weights will find
+    ahead: Tensor | None
 
 
 class WeightTransfer:
@@ -44,32 +50,38 @@ class WeightTransfer:
         self.setup = setup
         self.dialect = dialect
         self.score = score
-        self.tokens = probe_tokens(setup.vocabulary, min(48, setup.context // 2))
         self.fix_head = True  # a test turns it off to see that the proof notices
         self.kind = self._kind()
         self.published: PublishedWeights | None = None  # what replicas serve
         # what an adapter is added to
         self.base: tuple[weakref.ref[torch.nn.Module], FileChannel] | None = None
         self.note = ""
+        self.links: dict[int, tuple[int, GroupLink]] = {}  # by replica, with the life it is of
 
     def _kind(self) -> str:
         asked = self.setup.cfg.channel
         if asked != "auto":
             return asked
-        near = (
-            self.setup.device == "cuda"
-            and self.setup.colocated
-            and not self.setup.cfg.devices
-            and not self.setup.cfg.address
-        )
-        return "ipc" if near and "ipc" in self.dialect.channels and usable() else "memory"
+        if any(is_remote(address) for address in self.setup.cfg.address):
+            return "disk"
+        near = self.setup.near and "ipc" in self.dialect.channels
+        return "ipc" if near and usable() else "memory"
 
+    def tokens(self, number: int) -> list[int]:
+        """The probe of one update."""
+        return probe_tokens(self.setup.vocabulary, min(48, self.setup.context // 2), number)
+
+    @torch.no_grad()
     def publish(self, weights: Weights, version: int) -> PublishedWeights:
         """The new weights, ready to be staged; those of before are still there."""
         # not where ranks gather into host memory
         ours = weights.module is not None and next(weights.module.parameters()).is_cuda
         channel: Channel
-        if self.kind == "ipc" and ours:
+        by_api = self.kind == "vllm"
+        if by_api and not self.setup.near:
+            channel = GroupChannel()
+            pairs = self.pairs(weights)
+        elif self.kind in ("ipc", "vllm") and ours:
             # handles of merged weights: nothing travels
             channel = IpcChannel()
             pairs = self.pairs(weights)
@@ -85,9 +97,12 @@ class WeightTransfer:
             pairs = self.pairs(weights)
         channel.publish(pairs, version)
         score = weights.probe or self.score
-        return PublishedWeights(
-            channel, version, None if score is None else score(self.tokens).float().cpu()
+        number = 0 if self.published is None else self.published.number + 1
+        want, ahead = (
+            None if score is None else score(self.tokens(n)).float().cpu()
+            for n in (number, number + 1)
         )
+        return PublishedWeights(channel, version, number, want, ahead)
 
     def _low_rank(self, weights: Weights) -> dict[str, LowRankUpdate] | None:
         """The adapter, where it can travel alone."""
@@ -151,6 +166,8 @@ class WeightTransfer:
         Where handles of GPU memory cannot be opened, files in memory do it from now on.
         """
         assert replica.http is not None
+        if isinstance(source.channel, GroupChannel):
+            await self._join(replica)
         try:
             await self.dialect.stage(replica.http, source.channel.message())
         except ServerFault:
@@ -170,16 +187,36 @@ class WeightTransfer:
             source.channel.publish(pairs, source.version)
             await self.dialect.stage(replica.http, source.channel.message())
 
+    async def _join(self, replica: Replica) -> None:
+        """A process group with the workers of this server, once in its life."""
+        if self.links.get(replica.index, (None,))[0] == replica.life:
+            return
+        assert replica.http is not None and replica.facts is not None
+        remote = is_remote(replica.http.address)
+        link = GroupLink(int(replica.facts["workers"]), self.setup.device, remote=remote)
+        joining = self.dialect.stage(replica.http, {"kind": "join", **link.message()})
+        await asyncio.gather(joining, asyncio.to_thread(link.join))
+        self.links[replica.index] = (replica.life, link)
+
     async def commit(self, replica: Replica, source: PublishedWeights) -> ProbeCheck | None:
         """Phase two, and the proof."""
         assert replica.http is not None
         replica.version = None
-        head_error = await self.dialect.commit(replica.http, source.version, self.fix_head)
+        loaded = self.dialect.commit(replica.http, source.version, self.fix_head)
+        if isinstance(source.channel, GroupChannel):
+            # the workers receive while they load
+            _, link = self.links[replica.index]
+            channel = source.channel
+            sent = asyncio.to_thread(link.send, channel.pairs, channel.buckets)
+            head_error, _ = await asyncio.gather(loaded, sent)
+        else:
+            head_error = await loaded
         check = None
         if source.want is not None:
-            found = torch.tensor(await self.dialect.score(replica.http, self.tokens))
+            tokens = self.tokens(source.number)
+            found = torch.tensor(await self.dialect.score(replica.http, tokens))
             before = (
-                None if self.published is None or self.published is source else self.published.want
+                None if self.published is None or self.published is source else self.published.ahead
             )
             check = compare(
                 found,

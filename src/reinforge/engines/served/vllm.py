@@ -30,6 +30,7 @@ from reinforge.engines.served.http import ServerClient
 from reinforge.engines.structured_outputs import server_words
 
 MODULE = "reinforge_vllm"
+GROUP = "reinforge_group"  # the plug-in's name for a process group with the trainer
 
 
 def plugin_file() -> Path:
@@ -51,7 +52,7 @@ class Vllm:
     """The `Dialect` of vLLM: it speaks to a plug-in of ours that the server loads."""
 
     name = "vllm"
-    channels: tuple[str, ...] = ("ipc", "files", "adapter")
+    channels: tuple[str, ...] = ("ipc", "files", "adapter", "group")
     unknown_path = "Start that server with our plug-in: docs/engines.md."
 
     def command(self, setup: ServerSetup, python: str, port: int) -> list[str]:
@@ -71,6 +72,9 @@ class Vllm:
             "middleware": f"{MODULE}.ControlMiddleware",
             "disable-uvicorn-access-log": True,
         }
+        if setup.cfg.channel == "vllm":
+            backend = "ipc" if setup.near else GROUP
+            args["weight-transfer-config"] = json.dumps({"backend": backend})
         if setup.routed is not None:
             if setup.device != "cuda":
                 raise InputError(
@@ -167,8 +171,9 @@ class Vllm:
         return unpacked("f", reply["logprobs"])
 
     async def stage(self, http: ServerClient, message: Mapping[str, Any]) -> None:
+        method = "join" if message["kind"] == "join" else "stage"
         await http.post(
-            "/reinforge/call", {"method": "stage", "args": [json.dumps(message)]}, timeout=LOAD
+            "/reinforge/call", {"method": method, "args": [json.dumps(message)]}, timeout=LOAD
         )
 
     async def commit(self, http: ServerClient, version: int, fix_head: bool) -> float:

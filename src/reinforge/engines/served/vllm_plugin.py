@@ -18,11 +18,16 @@ import json
 import os
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+GROUP = "reinforge_group"
+WAIT = timedelta(minutes=5)
 KEY = "VLLM_API_KEY"
 PREFIX = "/reinforge/"
 
@@ -228,6 +233,7 @@ class ControlMiddleware:
         from vllm import __version__
 
         config = engine.vllm_config
+        workers = (await self.do_call(engine, {"method": "facts"}))["results"]
         return {
             "vllm": __version__,
             "running": self.running,
@@ -241,7 +247,8 @@ class ControlMiddleware:
             ),
             "context": config.model_config.max_model_len,
             "routes": tells_routes(config),
-            **(await self.do_call(engine, {"method": "facts"}))["results"][0],
+            "workers": len(workers),
+            **workers[0],
         }
 
     async def do_sleep(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
@@ -281,11 +288,28 @@ class WorkerExtension:
         quantised = self.model_runner.model_config.quantization is not None  # type: ignore[attr-defined]
         return self._reinforge_device().type == "cuda" and not quantised
 
+    def _reinforge_by_api(self, asked: dict[str, Any]) -> bool:
+        """Whether vLLM's own API for weight transfers loads them (--weight-transfer-config)."""
+        engine = getattr(self, "weight_transfer_engine", None)
+        return engine is not None and asked["kind"] in ("ipc", "group")
+
+    def reinforge_join(self, message: str) -> str:
+        """Makes a process group with the trainer."""
+        place = json.loads(message)
+        del place["kind"]
+        rank = 1 + self.rank  # type: ignore[attr-defined]
+        self.init_weight_transfer_engine({**place, "rank": rank})  # type: ignore[attr-defined]
+        return json.dumps({"rank": rank})
+
     def reinforge_stage(self, message: str) -> str:
         """Phase one: everything that is new is here, whole and proved; what is served has not
-        changed.
+        changed. What goes through vLLM's own API comes with phase two.
         """
         asked = json.loads(message)
+        if self._reinforge_by_api(asked):
+            self._reinforge_staged = (asked["version"], asked)
+            self._reinforge_next = None
+            return json.dumps({})
         staged = (
             from_files(Path(asked["folder"]))
             if asked["kind"] == "files"
@@ -319,7 +343,13 @@ class WorkerExtension:
             )
         runner = self.model_runner  # type: ignore[attr-defined]
         model = runner.get_model()
-        if self._reinforge_direct():  # into the parameters that kernels and graphs read
+        if isinstance(staged, dict):
+            if self._reinforge_device().type == "cpu":
+                forget_expert_kernels(model)
+            self.start_weight_update()  # type: ignore[attr-defined]
+            self.update_weights(update_info(staged))  # type: ignore[attr-defined]
+            self.finish_weight_update()  # type: ignore[attr-defined]
+        elif self._reinforge_direct():  # into the parameters that kernels and graphs read
             model.load_weights(iter(staged))
             torch.cuda.synchronize()
         else:  # packed for the CPU's kernels, or quantised: vLLM's own way, layer by layer
@@ -442,17 +472,42 @@ def on_base(
     return found
 
 
+def update_info(asked: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM's own transfer engines are told about one update."""
+    if asked["kind"] == "group":
+        return {"buckets": asked["buckets"]}
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+    from vllm.distributed.weight_transfer import ipc_engine
+
+    device = torch.cuda.current_device()
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    # older ones want the function too
+    alone = hasattr(ipc_engine, "rebuild_cuda_tensor")
+    handles = [handle_arguments(entry, device) for entry in asked["tensors"]]
+    return {
+        "names": [entry[0] for entry in asked["tensors"]],
+        "dtype_names": [entry[1] for entry in asked["tensors"]],
+        "shapes": [entry[2] for entry in asked["tensors"]],
+        "ipc_handles": [{gpu: h if alone else (rebuild_cuda_tensor, h)} for h in handles],
+    }
+
+
 def from_ipc(tensors: list[list[Any]]) -> list[tuple[str, torch.Tensor]]:
     """The trainer's own tensors on the same GPU, opened by their handles."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+    device = torch.cuda.current_device()
+    return [(entry[0], rebuild_cuda_tensor(*handle_arguments(entry, device))) for entry in tensors]
+
+
+def handle_arguments(entry: list[Any], device: int) -> tuple[Any, ...]:
+    """Of `rebuild_cuda_tensor`, from what `weights/ipc.py` wrote."""
+
     def raw(value: str) -> bytes:
         return base64.b64decode(value)
 
-    found = []
-    device = torch.cuda.current_device()
-    for (
-        name,
+    (
+        _,
         dtype,
         shape,
         stride,
@@ -464,23 +519,101 @@ def from_ipc(tensors: list[list[Any]]) -> list[tuple[str, torch.Tensor]]:
         counter_at,
         event,
         sync,
-    ) in tensors:
-        tensor = rebuild_cuda_tensor(
-            torch.Tensor,
-            torch.Size(shape),
-            tuple(stride),
-            offset,
-            torch.UntypedStorage,
-            getattr(torch, dtype),
-            device,
-            raw(handle),
-            size,
-            at,
-            False,
-            raw(counter),
-            counter_at,
-            raw(event),
-            sync,
+    ) = entry
+    return (
+        torch.Tensor,
+        torch.Size(shape),
+        tuple(stride),
+        offset,
+        torch.UntypedStorage,
+        getattr(torch, dtype),
+        device,
+        raw(handle),
+        size,
+        at,
+        False,
+        raw(counter),
+        counter_at,
+        raw(event),
+        sync,
+    )
+
+
+def register_group_engine() -> None:
+    """Tells vLLM how to receive weights through a process group that both torch's NCCL and its gloo
+    can make: `--weight-transfer-config {"backend": "reinforge_group"}`.
+    """
+    try:
+        from vllm.distributed.weight_transfer.base import (
+            WeightTransferEngine,
+            WeightTransferInitInfo,
+            WeightTransferUpdateInfo,
         )
-        found.append((name, tensor))
-    return found
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:  # one that has no such API
+        return
+
+    @dataclass
+    class GroupInit(WeightTransferInitInfo):
+        address: str
+        port: int
+        size: int
+        rank: int
+        device: str
+
+    @dataclass
+    class GroupUpdate(WeightTransferUpdateInfo):
+        buckets: list[Any]
+
+    class GroupEngine(WeightTransferEngine[Any, Any]):
+        """A worker's end: `weights/group.py` has the trainer's."""
+
+        init_info_cls = GroupInit
+        update_info_cls = GroupUpdate
+
+        def init_transfer_engine(self, init_info: Any) -> None:
+            store = dist.TCPStore(
+                init_info.address, init_info.port, init_info.size, is_master=False, timeout=WAIT
+            )
+            prefix = dist.PrefixStore("reinforge", store)
+            place = (prefix, init_info.rank, init_info.size)
+            self.group: Any = (
+                dist.ProcessGroupNCCL(*place, dist.ProcessGroupNCCL.Options())
+                if init_info.device == "cuda"
+                else dist.ProcessGroupGloo(*place, WAIT)
+            )
+
+        def start_weight_update(self) -> None:
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            initialize_layerwise_reload(self.model)
+
+        def finish_weight_update(self) -> None:
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            finalize_layerwise_reload(self.model, self.model_config)
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            self.receive_weights(self.parse_update_info(update_info))
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+
+        def receive_weights(self, update_info: Any) -> None:
+            how = dist.BroadcastOptions()
+            how.rootRank = 0
+            how.rootTensor = 0
+            for places, total in update_info.buckets:
+                flat = torch.empty(total, dtype=torch.uint8, device=self.device)
+                self.group.broadcast([flat], how).wait()
+                self.model.load_weights(
+                    (name, flat[start : start + size].view(getattr(torch, dtype)).view(shape))
+                    for name, dtype, shape, start, size in places
+                )
+
+        def shutdown(self) -> None:
+            self.group = None
+
+    WeightTransferEngineFactory.register_engine(GROUP, GroupEngine)
+
+
+register_group_engine()
