@@ -43,7 +43,8 @@ def off_by(model: CausalModel, done: Completion) -> float:
     whole = [*PROMPT, *done.tokens]
     trained = [i >= len(PROMPT) for i in range(len(whole))]
     with torch.no_grad():
-        want = model.logprobs(Batch.pack([Sample.from_tokens("x", whole, trained)]))[0]
+        batch = Batch.pack([Sample.from_tokens("x", whole, trained)])
+        want = model.logprobs(batch, temperature=1.0)[0]
     return float((torch.tensor(done.logprobs) - want).abs().max())
 
 
