@@ -1,11 +1,11 @@
 """How long new weights take to reach a vLLM server on the trainer's GPU, each way that there is,
 with the proof after every update.
 
-    python benchmarks/gpu_weight_update.py [--channels ipc vllm memory] [--fp8] [--updates 5]
+    python benchmarks/gpu_weight_update.py [--channels ipc api memory] [--fp8] [--updates 5]
                                            [--engine-python PYTHON --engine-path SITE] [--out FILE]
 
 ipc: our plug-in opens handles of the trainer's memory and copies into the server's parameters.
-vllm: the same handles through vLLM's own transfer API (start, update, finish; on a CPU a process
+api: the same handles through vLLM's own transfer API (start, update, finish; on a CPU a process
 group over gloo). memory: files in host memory. Weights change before every update; afterwards 64
 tokens are sampled and their log-probs compared with the trainer's. Prints for each channel the
 seconds of every update, the best of them without the first, the probe's error and the largest mean
@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
     parser.add_argument("--model", help="a model's directory, instead of a random one")
-    parser.add_argument("--channels", nargs="+", default=["ipc", "vllm", "memory"])
+    parser.add_argument("--channels", nargs="+", default=["ipc", "api", "memory"])
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--engine-python", help="the server's Python; default: this one")
     parser.add_argument("--engine-path", default="", help="the server's PYTHONPATH; default: ours")

@@ -28,6 +28,7 @@ ALLOWED = {
     ("envs/adapters/bridge_child.py", "messages"): A_USERS,
     ("envs/adapters/bridge_child.py", "prepare"): A_USERS,
     ("envs/adapters/gymnasium.py", "metadata"): FOREIGN,
+    ("envs/adapters/nemo_rl.py", "shutdown"): FOREIGN,
     ("envs/mcp.py", "data"): FOREIGN,
     ("envs/mcp.py", "text"): FOREIGN,
     ("envs/programs.py", "run"): A_USERS,

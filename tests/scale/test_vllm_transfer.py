@@ -55,7 +55,7 @@ def test_weights_arrive_through_a_process_group(tmp_path: Path) -> None:
     model = load_model(ModelConfig(path=str(path), device="cpu"))
     setup = ServerSetup(
         kind="vllm",
-        cfg=EngineConfig(python=vllm_python(), channel="vllm", start_seconds=START),
+        cfg=EngineConfig(python=vllm_python(), channel="api", start_seconds=START),
         model=str(path),
         folder=tmp_path / "run",
         dtype="float32",

@@ -103,13 +103,13 @@ class EngineConfig(Section):
             " (colocated)."
         ),
     )
-    channel: Literal["auto", "ipc", "memory", "disk", "vllm"] = Field(
+    channel: Literal["auto", "ipc", "memory", "disk", "api"] = Field(
         "auto",
         description=(
             "How weights get there. ipc: handles, on the same GPU. memory: files in RAM, on the"
             " same host. disk: files in the run directory, which both must see. auto: ipc where it"
-            " can be, disk for an address on another host, else memory. vllm: by vLLM's own"
-            " transfer API, handles on the same GPU, else a process group (NCCL, on CPUs gloo)."
+            " can be, disk for an address on another host, else memory. api: by the server's"
+            " own transfer API, handles on the same GPU, else a process group (NCCL, on CPUs gloo)."
         ),
     )
     memory: Fraction = Field(

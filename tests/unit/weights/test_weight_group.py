@@ -86,7 +86,7 @@ def test_a_server_on_another_host_is_sent_nothing_through_memory() -> None:
 
 def test_handles_are_for_one_worker_on_the_same_gpu() -> None:
     def backend(**options: Any) -> str:
-        words = make_dialect("vllm").command(setup_of(channel="vllm", **options), "python", 1)
+        words = make_dialect("vllm").command(setup_of(channel="api", **options), "python", 1)
         return str(json.loads(words[words.index("--weight-transfer-config") + 1])["backend"])
 
     assert backend(device="cuda") == "ipc"

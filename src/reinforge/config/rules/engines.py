@@ -97,7 +97,7 @@ def _features(servers: Servers) -> tuple[Feature, ...]:
         Feature(
             "Weights by the server's own transfer API",
             "engine.channel",
-            lambda c: c.engine.channel == "vllm",
+            lambda c: c.engine.channel == "api",
             cells(
                 native=no_server,
                 started=where(lambda facts: facts.transfers, NO_TRANSFERS),

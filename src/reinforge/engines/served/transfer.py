@@ -77,11 +77,11 @@ class WeightTransfer:
         # not where ranks gather into host memory
         ours = weights.module is not None and next(weights.module.parameters()).is_cuda
         channel: Channel
-        by_api = self.kind == "vllm"
+        by_api = self.kind == "api"
         if by_api and not self.setup.near:
             channel = GroupChannel()
             pairs = self.pairs(weights)
-        elif self.kind in ("ipc", "vllm") and ours:
+        elif self.kind in ("ipc", "api") and ours:
             # handles of merged weights: nothing travels
             channel = IpcChannel()
             pairs = self.pairs(weights)

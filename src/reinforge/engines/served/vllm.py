@@ -72,7 +72,7 @@ class Vllm:
             "middleware": f"{MODULE}.ControlMiddleware",
             "disable-uvicorn-access-log": True,
         }
-        if setup.cfg.channel == "vllm":
+        if setup.cfg.channel == "api":
             backend = "ipc" if setup.near else GROUP
             args["weight-transfer-config"] = json.dumps({"backend": backend})
         if setup.routed is not None:
