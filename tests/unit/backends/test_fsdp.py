@@ -4,8 +4,11 @@ functions from files. The contract of backends is in tests/contract, whole runs 
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,8 @@ from helpers.toys import make_samples, train_config
 from reinforge.backends.distributed.dispatch import dispatch_packs, split_evenly
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.fsdp.backend import FsdpBackend
+from reinforge.backends.fsdp.model import shard
+from reinforge.backends.fsdp.worker import FsdpWorker
 from reinforge.backends.local import LocalBackend
 from reinforge.core.batch import Batch, pack
 
@@ -34,6 +39,60 @@ def both(
     return LocalBackend(load(kind), cfg, **settings), FsdpBackend(
         ranks, partial(load, kind), cfg, full=load(kind), **settings
     )
+
+
+# ---- the reference ----
+
+
+def private_bytes() -> int:
+    """Memory of this process that is no file's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kib,) = [line.split()[1] for line in lines if line.startswith("RssAnon")]
+    return int(kib) << 10
+
+
+class MeasuredWorker(FsdpWorker):
+    """Notes the private memory when the model was loaded, when the first model is about to be cut,
+    and how large the model is.
+    """
+
+    def __init__(self, member: Any, make: Any, cfg: Any, settings: Any, compiled: bool):
+        self.noted: list[int] = []
+
+        def made() -> Any:
+            model = make()
+            self.size = sum(p.numel() * p.element_size() for p in model.module.parameters())
+            gc.collect()
+            self.noted.append(private_bytes())
+            return model
+
+        def cut(*args: Any, **named: Any) -> Any:
+            self.noted.append(private_bytes())
+            return shard(*args, **named)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("reinforge.backends.fsdp.worker.shard", cut)
+            super().__init__(member, made, cfg, settings, compiled)
+
+    def extra(self) -> tuple[int, int]:
+        return self.noted[1] - self.noted[0], self.size
+
+
+class MeasuredBackend(FsdpBackend):
+    kind = MeasuredWorker
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_reference_is_no_second_model_in_host_memory(ranks: Ranks) -> None:
+    """Each rank had a deep copy of its own until it was cut."""
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
+    backend = MeasuredBackend(
+        ranks, partial(load, "full", **shape), train_config(), total_steps=1, reference=True
+    )
+    for extra, size in backend._call("extra"):
+        assert size > 40e6
+        assert extra < 0.05 * size
+    backend.close()
 
 
 # ---- dealing ----

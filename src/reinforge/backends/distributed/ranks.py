@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from reinforge.backends.distributed.commands import LAZY, CommandTree, raise_file_limit
 from reinforge.backends.distributed.wire import pack, unpack
 from reinforge.core.cpus import bind, numa_cpus, threads_for, visible_gpu
 from reinforge.core.errors import InputError, ReinforgeError, StoppedByPolicy
@@ -60,8 +61,8 @@ def rank_here() -> int:
 
 
 class RankMember:
-    """One rank's end of the connection: where it computes, and the two process groups; `control`
-    carries commands, on the CPU. Every worker gets it.
+    """One rank's end of the connection: where it computes, the process group of its work, and the
+    `commands`, which go over the CPU. Every worker gets it.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, kind: str):
@@ -76,6 +77,8 @@ class RankMember:
             beside = int(os.environ.get("LOCAL_WORLD_SIZE", size))
             gpus = [visible_gpu(local)] if kind == "cuda" else []
             bind(numa_cpus(gpus, local, beside))
+        os.environ.setdefault(LAZY, "1")
+        raise_file_limit()
         transport = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(
             transport,
@@ -84,7 +87,7 @@ class RankMember:
             world_size=size,
             timeout=WORK,
         )
-        self.control = dist.new_group(backend="gloo", timeout=IDLE)
+        self.commands = CommandTree(rank, size, IDLE)
         self.objects: dict[int, Any] = {}
         # a whole model that this rank generates with: `Backend.weights` brings it up to date
         self.copy: nn.Module | None = None
@@ -230,12 +233,11 @@ class Ranks:
         with self._turn, self._guarded():
             self._send(messages)
             mine = own.run(kind, target, name, args[0])
-            found: list[Any] = [None] * self.size
-            dist.gather_object(b"", found, dst=0, group=own.control)
+            found = own.commands.gather(b"")
         return [mine, *(unpack(answer) for answer in found[1:])]
 
     def _send(self, messages: list[bytes]) -> None:
-        dist.scatter_object_list([None], messages, src=0, group=self.own.control)
+        self.own.commands.scatter(messages)
 
     # ---- faults ----
 
@@ -421,13 +423,11 @@ def serve() -> NoReturn:
 
 
 def _serve_one(member: RankMember) -> bool:
-    message: list[Any] = [None]
-    dist.scatter_object_list(message, None, src=0, group=member.control)
-    kind, target, name, args = unpack(message[0])
+    kind, target, name, args = unpack(member.commands.scatter(None))
     if kind == "stop":
         return False
     answer = member.run(kind, target, name, args)
-    dist.gather_object(pack(answer), None, dst=0, group=member.control)
+    member.commands.gather(pack(answer))
     return True
 
 

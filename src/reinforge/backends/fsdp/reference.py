@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FSDPModule,
 )
@@ -16,6 +18,25 @@ from reinforge.backends.reference import ReferencePolicy
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.core.batch import Batch
 from reinforge.models.causal import CausalModel
+
+
+def twin_of(module: nn.Module) -> nn.Module:
+    """A copy of the module that does not train, whose parameters lie where the module's do.
+
+    Every rank has the whole model in host memory before it is cut: a second one on each would be
+    140 GB a rank for 70B. `cut_apart` gives the twin shards of its own.
+    """
+    same = {id(p): nn.Parameter(p.data, requires_grad=False) for p in module.parameters()}
+    return copy.deepcopy(module, same).requires_grad_(False).eval()
+
+
+def cut_apart(twin: CausalModel, cut: Callable[[CausalModel], FSDPModule]) -> FSDPModule:
+    """Cuts a twin: a shard is a copy, and what stays whole becomes one."""
+    root = cut(twin)
+    for p in twin.module.parameters():
+        if not isinstance(p, DTensor):
+            p.data = p.data.clone()
+    return root
 
 
 class ShardedReference(ReferencePolicy):

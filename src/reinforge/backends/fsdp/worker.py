@@ -7,7 +7,6 @@ and throws it away.
 
 from __future__ import annotations
 
-import copy
 import json
 import socket
 import threading
@@ -31,7 +30,7 @@ from reinforge.backends.fsdp.buckets import gather_rows, in_buckets
 from reinforge.backends.fsdp.gathers import ForwardGathers
 from reinforge.backends.fsdp.model import shard
 from reinforge.backends.fsdp.optimizer import ShardedOptimizer
-from reinforge.backends.fsdp.reference import ShardedReference
+from reinforge.backends.fsdp.reference import ShardedReference, cut_apart, twin_of
 from reinforge.backends.fsdp.tensor_parallel import TensorParallelPlan
 from reinforge.backends.memory_model import budget, gradient_bytes, optimizer_bytes
 from reinforge.backends.microbatch import CPU_BUDGET
@@ -93,7 +92,7 @@ class FsdpWorker(RankWorker):
             and isinstance(model, CausalModel)
             and not is_adapted(model.module)
         ):
-            self._frozen = CausalModel(copy.deepcopy(model.module).requires_grad_(False).eval())
+            self._frozen = CausalModel(twin_of(model.module))
             self._frozen.slices = slices
         cut = partial(
             shard,
@@ -103,7 +102,8 @@ class FsdpWorker(RankWorker):
             tensor_mesh=self.tensor_mesh,
             offload=cfg.offload_weights,
         )
-        self._frozen_root = cut(self._frozen) if self._frozen is not None else None
+        # before the model is: until then they lie in the same memory
+        self._frozen_root = None if self._frozen is None else cut_apart(self._frozen, cut)
         self.root = cut(model)
         self.collectives = ForwardGathers(self.root)
         self._reference_collectives = (

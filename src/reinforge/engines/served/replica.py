@@ -31,6 +31,7 @@ FOREIGN = (
     # of the trainer's own making: a server must not believe it is one of its ranks
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",
+    "TORCH_GLOO_LAZY_INIT",
 )
 
 

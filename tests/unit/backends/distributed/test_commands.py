@@ -1,0 +1,110 @@
+"""Commands over a tree: nine processes in blocks of three, and the sockets that each of them
+holds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from reinforge.backends.distributed import commands
+from reinforge.backends.distributed.ranks import RankMember
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
+SIZE = 9
+
+
+def connections() -> int:
+    """TCP connections of this process that are established."""
+    own = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            own.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").rstrip("]"))
+        except OSError:  # the one that lists them
+            continue
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path("/proc/self/net", name).read_text().splitlines()[1:]
+    ]
+    return sum(words[3] == "01" and words[9] in own for words in lines)
+
+
+def life(rank: int, port: Any, told: Any, done: Any) -> None:
+    """A rank that gets a command, adds numbers up with the others and answers, twice."""
+    first = rank == 0
+    if first:
+        store = dist.TCPStore("127.0.0.1", 0, SIZE, is_master=True, wait_for_workers=False)
+        for _ in range(SIZE - 1):
+            port.put(store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", port.get(), SIZE, is_master=False)
+    member = RankMember(store, rank, SIZE, "cpu")
+    for turn in range(2):
+        messages = [b"%d for %d" % (turn, i) for i in range(SIZE)] if first else None
+        message = member.commands.scatter(messages)
+        total = torch.full((1000,), float(rank))
+        dist.all_reduce(total)
+        answers = member.commands.gather(message + b": %d" % total[0])
+    told.put((rank, connections(), answers))
+    done.wait()  # a rank that ends takes its connections with it
+    os._exit(0)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, block: int, lazy: str) -> dict[int, tuple[int, Any]]:
+    monkeypatch.setattr(commands, "BLOCK", block)
+    monkeypatch.setenv(commands.LAZY, lazy)
+    context = multiprocessing.get_context("fork")
+    port, told, done = context.Queue(), context.Queue(), context.Event()
+    ranks = [context.Process(target=life, args=(i, port, told, done)) for i in range(SIZE)]
+    for process in ranks:
+        process.start()
+    try:
+        found = [told.get(timeout=60) for _ in ranks]
+        return {rank: (sockets, answers) for rank, sockets, answers in found}
+    finally:
+        done.set()
+        for process in ranks:
+            process.join(10)
+            process.kill()
+
+
+def test_commands_and_answers_pass_the_tree_and_ranks_hold_few_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = measured(monkeypatch, 3, "1")
+    assert found[0][1] == [b"1 for %d: 36" % rank for rank in range(SIZE)]
+    assert not any(answers for rank, (_, answers) in found.items() if rank)
+    sockets = [found[rank][0] for rank in range(SIZE)]
+    # the store has one for each other rank and two for rank 0 itself; then two other heads, two in
+    # its block, and two neighbours in the ring of the all-reduce
+    assert sockets[0] == (SIZE - 1) + 2 + 2 + 2 + 2 == 16
+    # the store, two in the block, two in the ring; heads also two other heads
+    assert sockets[1:] == [5, 5, 7, 5, 5, 7, 5, 5]
+
+
+def test_without_tree_rank_0_held_three_for_each_other_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What gloo does by itself, so that the numbers above mean something."""
+    found = measured(monkeypatch, SIZE, "0")
+    assert [found[rank][0] for rank in range(SIZE)] == [3 * (SIZE - 1) + 2] + [17] * (SIZE - 1)
+    assert found[0][1] == [b"1 for %d: 36" % rank for rank in range(SIZE)]
+
+
+def test_a_process_may_open_what_the_system_allows() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+        assert commands.raise_file_limit() == before[1]
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
