@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 BLOCK = 16  # ranks that are one block, where there are few; a node or two
+FILES = 1 << 16  # more would make programs slow that close all they might have
 LAZY = "TORCH_GLOO_LAZY_INIT"  # gloo connects two ranks when they first talk, and not all to all
 
 
@@ -63,10 +64,12 @@ class CommandTree:
 
 
 def raise_file_limit() -> int:
-    """As many open files and sockets as this process may have. The usual 1,024 is less than the
-    connections of rank 0's store with as many ranks.
+    """Lets this process open up to `FILES` files and sockets, or what the system allows. The usual
+    1,024 is less than the connections of rank 0's store with as many ranks.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted

@@ -100,11 +100,16 @@ def test_without_tree_rank_0_held_three_for_each_other_rank(
     assert found[0][1] == [b"1 for %d: 36" % rank for rank in range(SIZE)]
 
 
-def test_a_process_may_open_what_the_system_allows() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
-        assert commands.raise_file_limit() == before[1]
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+def test_a_process_may_open_more_than_the_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
+    for had, wanted in (
+        ((1024, 4096), (4096, 4096)),
+        ((1024, 1 << 20), (1 << 16, 1 << 20)),
+        ((1024, resource.RLIM_INFINITY), (1 << 16, resource.RLIM_INFINITY)),
+    ):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, had=had: had)
+        assert commands.raise_file_limit() == wanted[0] and asked.pop() == wanted
+    for enough in ((1 << 16, 1 << 20), (512, 512), (resource.RLIM_INFINITY,) * 2):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, enough=enough: enough)
+        assert commands.raise_file_limit() == enough[0] and not asked
