@@ -4,9 +4,11 @@ holds.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import resource
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.paths import SRC, TESTS
 from reinforge.backends.distributed import commands
 from reinforge.backends.distributed.ranks import RankMember
 
@@ -59,31 +62,48 @@ def life(rank: int, port: Any, told: Any, done: Any) -> None:
     os._exit(0)
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, block: int, lazy: str) -> dict[int, tuple[int, Any]]:
-    monkeypatch.setattr(commands, "BLOCK", block)
-    monkeypatch.setenv(commands.LAZY, lazy)
+def measured(block: int, lazy: str) -> list[tuple[int, list[str]]]:
+    """By rank: its connections, and the answers that it collected."""
+    commands.BLOCK = block
+    os.environ[commands.LAZY] = lazy
     context = multiprocessing.get_context("fork")
     port, told, done = context.Queue(), context.Queue(), context.Event()
     ranks = [context.Process(target=life, args=(i, port, told, done)) for i in range(SIZE)]
     for process in ranks:
         process.start()
     try:
-        found = [told.get(timeout=60) for _ in ranks]
-        return {rank: (sockets, answers) for rank, sockets, answers in found}
+        found = sorted(told.get(timeout=60) for _ in ranks)
     finally:
         done.set()
         for process in ranks:
             process.join(10)
             process.kill()
+    return [(sockets, [answer.decode() for answer in answers]) for _, sockets, answers in found]
 
 
-def test_commands_and_answers_pass_the_tree_and_ranks_hold_few_connections(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = measured(monkeypatch, 3, "1")
-    assert found[0][1] == [b"1 for %d: 36" % rank for rank in range(SIZE)]
-    assert not any(answers for rank, (_, answers) in found.items() if rank)
-    sockets = [found[rank][0] for rank in range(SIZE)]
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[tuple[int, list[str]]]]:
+    """In a process that has no groups and threads yet: it is forked."""
+    path = os.pathsep.join([str(SRC), str(TESTS)])
+    done = subprocess.run(
+        [sys.executable, __file__],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    read: dict[str, list[tuple[int, list[str]]]] = json.loads(done.stdout)
+    return read
+
+
+ANSWERS = [f"1 for {rank}: 36" for rank in range(SIZE)]
+
+
+def test_commands_and_answers_pass_the_tree_and_ranks_hold_few_connections(found: Any) -> None:
+    tree = found["tree"]
+    assert tree[0][1] == ANSWERS and not any(answers for _, answers in tree[1:])
+    sockets = [count for count, _ in tree]
     # the store has one for each other rank and two for rank 0 itself; then two other heads, two in
     # its block, and two neighbours in the ring of the all-reduce
     assert sockets[0] == (SIZE - 1) + 2 + 2 + 2 + 2 == 16
@@ -91,13 +111,10 @@ def test_commands_and_answers_pass_the_tree_and_ranks_hold_few_connections(
     assert sockets[1:] == [5, 5, 7, 5, 5, 7, 5, 5]
 
 
-def test_without_tree_rank_0_held_three_for_each_other_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_tree_rank_0_held_three_for_each_other_rank(found: Any) -> None:
     """What gloo does by itself, so that the numbers above mean something."""
-    found = measured(monkeypatch, SIZE, "0")
-    assert [found[rank][0] for rank in range(SIZE)] == [3 * (SIZE - 1) + 2] + [17] * (SIZE - 1)
-    assert found[0][1] == [b"1 for %d: 36" % rank for rank in range(SIZE)]
+    assert [count for count, _ in found["all with all"]] == [3 * (SIZE - 1) + 2] + [17] * (SIZE - 1)
+    assert found["all with all"][0][1] == ANSWERS
 
 
 def test_a_process_may_open_more_than_the_usual(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,3 +130,7 @@ def test_a_process_may_open_more_than_the_usual(monkeypatch: pytest.MonkeyPatch)
     for enough in ((1 << 16, 1 << 20), (512, 512), (resource.RLIM_INFINITY,) * 2):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, enough=enough: enough)
         assert commands.raise_file_limit() == enough[0] and not asked
+
+
+if __name__ == "__main__":
+    print(json.dumps({"tree": measured(3, "1"), "all with all": measured(SIZE, "0")}))
