@@ -7,7 +7,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,3 +99,74 @@ def test_weights_arrive_through_a_process_group(tmp_path: Path) -> None:
         asyncio.run(work())
     finally:
         engine.close()
+
+
+def test_completions_go_on_under_new_weights_with_their_cache(tmp_path: Path) -> None:
+    """`engine.running: keep`: nothing is read again, every token says which weights drew it, and a
+    new request finds nothing of what was cached under the old ones.
+    """
+    path = make_tiny_model(
+        tmp_path / "model", width=64, layers=2, heads=2, kv_heads=1, context=1024, spread=0.2
+    )
+    model = load_model(ModelConfig(path=str(path), device="cpu"))
+    setup = ServerSetup(
+        kind="vllm",
+        cfg=EngineConfig(python=vllm_python(), running="keep", start_seconds=START),
+        model=str(path),
+        folder=tmp_path / "run",
+        dtype="float32",
+        device="cpu",
+        context=1024,
+        vocabulary=int(model.head.weight.shape[0]),
+        max_batch=64,
+    )
+    engine = make_served(setup, trainer_score(model))
+    weights = Weights("shared", module=model.module)
+
+    async def prompt_tokens() -> float:
+        http = engine.replicas[0].http
+        assert http is not None
+        lines = str(await http.get("/metrics")).splitlines()
+        name = "vllm:prompt_tokens_total"
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    async def work() -> None:
+        await engine.update(weights, 0)
+        old = {name: p.clone() for name, p in model.module.state_dict().items()}
+        task = asyncio.ensure_future(
+            engine.generate(PROMPT, Sampling(900, ignore_eos=True), key=1, n=16)
+        )
+        http = engine.replicas[0].http
+        assert http is not None
+        while (await http.post("/reinforge/status"))["held"] < 16:
+            assert not task.done()
+        await asyncio.sleep(0.5)
+        read = await prompt_tokens()
+        change(model, 1)
+        await engine.update(weights, 1)
+        assert not task.done(), "it was over before the weights changed"
+        # not cached under these weights, whatever was cached before
+        [fresh] = await engine.generate(PROMPT, Sampling(12, ignore_eos=True), key=2)
+        assert set(fresh.versions) == {1} and off_by(model, fresh) < 1e-4
+        found = await task
+        # the probe and the fresh prompt were read, and no completion a second time
+        assert await prompt_tokens() - read <= 48 + len(PROMPT)
+        assert all(set(done.versions) == {0, 1} and len(done.tokens) == 900 for done in found)
+        assert all(done.versions == sorted(done.versions) for done in found)
+        new = {name: p.clone() for name, p in model.module.state_dict().items()}
+        model.module.load_state_dict(old)
+        for done in found:
+            cut = done.versions.index(1)
+            assert off_by(model, replace(done, **sliced(done, cut))) < 1e-4
+            # and the first one after it is not of the old weights
+            assert off_by(model, replace(done, **sliced(done, cut + 1))) > 1e-3
+        model.module.load_state_dict(new)
+
+    try:
+        asyncio.run(work())
+    finally:
+        engine.close()
+
+
+def sliced(done: Completion, end: int) -> dict[str, Any]:
+    return {"tokens": done.tokens[:end], "logprobs": done.logprobs[:end]}

@@ -35,6 +35,7 @@ class ServerFacts:
     structured: bool = True  # keeps answers to a regular expression, a JSON schema or a grammar
     transfers: bool = False  # has an API of its own for weight transfers
     sleeps: bool = True  # gives GPU memory back while the trainer needs it
+    keeps: bool = False  # can go on with completions under new weights
     routes: bool = False  # tells which experts of a mixture its tokens went to
     key: bool = True  # answers only who has its key; otherwise everybody on its host
     cpu_head_size: int = 1  # the smallest attention head that it computes on a CPU
@@ -48,6 +49,7 @@ SERVERS: dict[str, ServerFacts] = {
         package="vllm",
         ipc=True,
         transfers=True,
+        keeps=True,
         routes=True,
         cpu_head_size=32,
         run_with=("llama", "qwen2"),
@@ -148,6 +150,14 @@ class EngineConfig(Section):
         description=(
             "An answer that takes longer makes us ask for one token; a server that does not give it"
             " is replaced."
+        ),
+    )
+    running: Literal["interrupt", "keep"] = Field(
+        "interrupt",
+        description=(
+            "What happens to completions under way when weights change. interrupt: their rest is"
+            " asked for anew, and all of them read again under the new weights. keep: they go on"
+            " with the cache of the old ones."
         ),
     )
     tolerance: NonNegative | None = Field(

@@ -99,6 +99,7 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "Bit-identical log-probs": ("model.exact=true",),
         "Weights by handles of GPU memory (ipc)": ("engine.channel=ipc",),
         "Weights by the server's own transfer API": ("engine.channel=api",),
+        "Completions that go on under new weights": ("engine.running=keep",),
         "Stop strings": ("rollout.stop=[x]",),
         "Evaluation with top_p": ("eval.top_p=0.9",),
         "Answers of a given form in an evaluation": ("eval.structured={regex: a}",),

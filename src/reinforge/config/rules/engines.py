@@ -17,6 +17,7 @@ OWN_ARITHMETIC = No(
 NO_HANDLES = No("{engine} reads weights from files here", "use memory or disk")
 NO_HANDLES_THERE = No("it is for servers that we start", "use memory or disk")
 NO_TRANSFERS = No("{engine} has no API for it that we know", "use memory or disk")
+NO_KEEPING = No("{engine} is interrupted by new weights", "leave it out")
 NO_STRINGS = No("{engine} stops at tokens only", "leave it out, or use another engine")
 NO_FILTERS = No("{engine} knows no top_p", "leave it out, or use another engine")
 NO_STRUCTURE = No("{engine} knows no such forms", "leave it out, or use another engine")
@@ -102,6 +103,16 @@ def _features(servers: Servers) -> tuple[Feature, ...]:
                 native=no_server,
                 started=where(lambda facts: facts.transfers, NO_TRANSFERS),
                 running=NO_HANDLES_THERE,
+            ),
+        ),
+        Feature(
+            "Completions that go on under new weights",
+            "engine.running",
+            lambda c: c.engine.running == "keep",
+            cells(
+                native=no_server,
+                started=where(lambda facts: facts.keeps, NO_KEEPING),
+                running=YES,
             ),
         ),
         Feature(

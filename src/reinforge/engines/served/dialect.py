@@ -136,6 +136,8 @@ class SampleOutput:
     # [T, layers of the model, k] of prompt and answer, all but the last token: the experts that
     # each went to. None: the server was not started to tell, or could not
     routes: Tensor | None = None
+    # where weights changed under way and the server went on: (tokens before, the new version)
+    cuts: Sequence[tuple[int, int]] = ()
 
 
 class Dialect(Protocol):
@@ -223,10 +225,16 @@ class Dialect(Protocol):
         """
         ...
 
-    async def commit(self, http: ServerClient, version: int, fix_head: bool) -> float:
+    async def commit(
+        self, http: ServerClient, version: int, fix_head: bool, keep: bool = False
+    ) -> float:
         """Phase two: serves what was staged, and drops what it cached under the old weights (a
         server that cannot is started without such a cache). Nothing is generated meanwhile. Where
         this version is not what was staged: `ServerDown`.
+
+        `keep`: what is being generated was not interrupted; it stands still meanwhile, goes on
+        with the cache that it has, and its output tells where (`SampleOutput.cuts`). Never with
+        `keeps=False` in `SERVERS`.
 
         `fix_head` and the result are about a head that is tied to the embedding, which a server's
         own loader may leave at the old weights (vLLM's on a CPU): point it at the new ones, and

@@ -68,7 +68,10 @@ class SampleInProgress:
         done = self.done
         done.tokens.extend(output.tokens)
         done.logprobs.extend(output.logprobs)
-        done.versions.extend([version] * len(output.tokens))
+        drawn = [version] * len(output.tokens)
+        for at, newer in output.cuts:
+            drawn[at:] = [newer] * (len(drawn) - at)
+        done.versions.extend(drawn)
         routes = None
         if routed is not None and output.routes is not None:
             routes = routed.of(output.routes)
@@ -212,7 +215,8 @@ class ServedEngine:
             await asyncio.gather(*(self._or_lost(r, self.transfer.stage(r, fresh)) for r, _ in up))
             here.gate.clear()
             try:
-                await self._quiet()
+                if self.setup.cfg.running == "interrupt":
+                    await self._quiet()
                 # who died and is up again has nothing staged
                 staged = [r for r, life in up if r.up and r.life == life]
                 checks = await asyncio.gather(

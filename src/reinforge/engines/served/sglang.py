@@ -150,7 +150,9 @@ class Sglang:
             )
         self.staged[http.address] = message
 
-    async def commit(self, http: ServerClient, version: int, fix_head: bool) -> float:
+    async def commit(
+        self, http: ServerClient, version: int, fix_head: bool, keep: bool = False
+    ) -> float:
         """SGLang loads, rolls back if that fails, and empties its cache."""
         message = self.staged.pop(http.address, None)
         if message is None or message["version"] != version:

@@ -202,7 +202,8 @@ class WeightTransfer:
         """Phase two, and the proof."""
         assert replica.http is not None
         replica.version = None
-        loaded = self.dialect.commit(replica.http, source.version, self.fix_head)
+        keep = self.setup.cfg.running == "keep"
+        loaded = self.dialect.commit(replica.http, source.version, self.fix_head, keep)
         if isinstance(source.channel, GroupChannel):
             # the workers receive while they load
             _, link = self.links[replica.index]

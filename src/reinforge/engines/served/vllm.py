@@ -162,6 +162,7 @@ class Vllm:
                 unpacked("f", item["logprobs"]),
                 item["reason"],
                 from_json(item.get("routes")),
+                [(at, version) for at, version in item.get("cuts", ())],
             )
             for item in reply["items"]
         ]
@@ -176,9 +177,13 @@ class Vllm:
             "/reinforge/call", {"method": method, "args": [json.dumps(message)]}, timeout=LOAD
         )
 
-    async def commit(self, http: ServerClient, version: int, fix_head: bool) -> float:
+    async def commit(
+        self, http: ServerClient, version: int, fix_head: bool, keep: bool = False
+    ) -> float:
         reply = await http.post(
-            "/reinforge/commit", {"version": version, "fix_head": fix_head}, timeout=LOAD
+            "/reinforge/commit",
+            {"version": version, "fix_head": fix_head, "keep": keep},
+            timeout=LOAD,
         )
         return max(float(result["head_error"]) for result in reply["results"])
 

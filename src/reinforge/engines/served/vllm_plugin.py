@@ -61,6 +61,12 @@ class ControlMiddleware:
     def __init__(self, app: Any):
         self.app = app
         self.running = 0  # completions being written
+        # a part of the hash of every cached block: what was computed under other weights is not
+        # found, also where it cannot be dropped because something that was kept still needs it
+        self.salt = ""
+        self.version: int | None = None  # of the weights that were committed last
+        # of each completion: how many tokens it had when weights became those that drew the next
+        self.cuts: dict[str, list[list[int]]] = {}
 
     async def __call__(
         self,
@@ -157,10 +163,13 @@ class ControlMiddleware:
             flat_logprobs=True,
         )
         last = None
-        async for output in engine.generate(
-            {"prompt_token_ids": item["tokens"]}, sampling, uuid.uuid4().hex
-        ):
-            last = output
+        name = uuid.uuid4().hex
+        self.cuts[name] = [] if self.version is None else [[0, self.version]]
+        try:
+            async for output in engine.generate(self._prompt(item["tokens"]), sampling, name):
+                last = output
+        finally:
+            cuts = self.cuts.pop(name)
         if last is None or not last.outputs:
             return {"tokens": "", "logprobs": "", "reason": "abort"}
         done = last.outputs[0]
@@ -176,7 +185,12 @@ class ControlMiddleware:
             "logprobs": packed("f", logprobs),
             "reason": done.finish_reason or "abort",
             "routes": routes_of(done),
+            "cuts": cuts,
         }
+
+    def _prompt(self, tokens: list[int]) -> dict[str, Any]:
+        salt = {"cache_salt": self.salt} if self.salt else {}
+        return {"prompt_token_ids": tokens, **salt}
 
     async def do_score(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
         """Log-probs of the given tokens at temperature 1; 0 for the first, which
@@ -187,9 +201,7 @@ class ControlMiddleware:
         tokens = asked["tokens"]
         last = None
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        async for output in engine.generate(
-            {"prompt_token_ids": tokens}, sampling, uuid.uuid4().hex
-        ):
+        async for output in engine.generate(self._prompt(tokens), sampling, uuid.uuid4().hex):
             last = output
         if last is None or last.prompt_logprobs is None:
             raise RuntimeError("no log-probs of the prompt came back")
@@ -208,18 +220,47 @@ class ControlMiddleware:
 
     async def do_commit(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
         """The staged weights become the served ones, and what was cached under the old ones is
-        dropped.
+        dropped. `keep`: what is being written goes on with its own cache.
         """
-        results = (
-            await self.do_call(
-                engine, {"method": "commit", "args": [asked["version"], asked["fix_head"]]}
-            )
-        )["results"]
+        if asked["keep"]:
+            await engine.pause_generation(mode="keep", clear_cache=False)
+            try:
+                await self._cut(engine, asked["version"])
+                results = await self._commit(engine, asked)
+            finally:
+                await engine.resume_generation()
+            return {"results": results}
+        results = await self._commit(engine, asked)
         for _ in range(500):  # blocks of what was aborted may still be on their way back
             if await engine.reset_prefix_cache() is not False:
                 return {"results": results}
             await asyncio.sleep(0.01)
         raise RuntimeError("the prefix cache could not be reset: something still runs")
+
+    async def _commit(self, engine: Any, asked: dict[str, Any]) -> Any:
+        results = (
+            await self.do_call(
+                engine, {"method": "commit", "args": [asked["version"], asked["fix_head"]]}
+            )
+        )["results"]
+        self.version = asked["version"]
+        self.salt = f"version {self.version}"
+        return results
+
+    async def _cut(self, engine: Any, version: int) -> None:
+        """Notes where the tokens of the new weights begin. The scheduler stands still; what has
+        ended leaves soon, and what was sent arrives.
+        """
+        while True:
+            states = {
+                getattr(state, "external_req_id", name): state
+                for name, state in engine.output_processor.request_states.items()
+            }
+            if all(name in states for name in self.cuts):
+                break
+            await asyncio.sleep(0.005)
+        for name, cuts in self.cuts.items():
+            cuts.append([len(states[name].detokenizer.output_token_ids), version])
 
     async def do_abort(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
         """Everything that is being written ends now; who waits for it gets what there is."""
