@@ -77,7 +77,9 @@ class OneSlot:
             await replica.ready()
             self.slots[http.address] = None
 
-    async def commit(self, http: ServerClient, version: int, fix_head: bool) -> float:
+    async def commit(
+        self, http: ServerClient, version: int, fix_head: bool, keep: bool = False
+    ) -> float:
         await asyncio.sleep(self.seconds)
         if self.slots.get(http.address) != version:
             raise ServerFault(
