@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
+from helpers.needs import missing
+from helpers.paths import ROOT
 from helpers.web_app import AppClient, web_app
 from reinforge.core.errors import EXIT_TERMINATED
+
+sys.path.append(str(ROOT / "tools"))
+from chromium import Chromium, find
 
 SECONDS = 240
 
@@ -35,6 +41,8 @@ def state_of(client: AppClient, name: str) -> dict[str, Any]:
 @pytest.mark.timeout(900)
 def test_a_run_is_started_stopped_continued_and_branched(tiny_dir: str, tmp_path: Path) -> None:
     """Four processes that import torch, one after the other: that is what it takes."""
+    if find() is None:
+        missing("browser", "chromium is not installed")
     root = tmp_path / "runs"
     root.mkdir()
     rows = tmp_path / "rows.jsonl"
@@ -65,10 +73,24 @@ def test_a_run_is_started_stopped_continued_and_branched(tiny_dir: str, tmp_path
         client.post("resume", {"run": "a"}, 400)
     # another app over the same folder: the run did not end with the first one
     with web_app(root) as client:
-        client.post("stop", {"run": "a"})
+        with Chromium() as browser:
+            browser.open(f"http://127.0.0.1:{client.port}/#/run?run=a")
+            for text in ("Stop", "Stop it now"):
+                wanted = (
+                    "[...document.querySelectorAll('button')].find(b => b.textContent ==="
+                    f" '{text}')"
+                )
+                browser.wait_for(f"{wanted} !== undefined")
+                browser.evaluate(f"{wanted}.click()")
+            browser.wait_for("document.querySelector('.badge.terminated') !== null", SECONDS)
+            shown = browser.wait_for(
+                "[...document.querySelectorAll('.keys th')].map(th => th.textContent)"
+                ".find(text => text.startsWith('step '))"
+            )
         page = wait(lambda: (p := state_of(client, "a"))["state"] == "terminated" and p)
         (saved,) = page["checkpoints"]
-        assert saved["step"] == page["step"] >= 2
+        assert saved["step"] == page["step"] >= 2 and shown == f"step {saved['step']}"
+        assert (root / "a" / "checkpoints" / f"step-{saved['step']:08d}").is_dir()
         assert "not running" in client.post("stop", {"run": "a"}, 400)["error"]["what"]
         client.post("resume", {"run": "a"})
         wait(lambda: state_of(client, "a")["step"] > saved["step"])

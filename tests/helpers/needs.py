@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-NAMES = ("browser", "sandbox", "triton")
+NAMES = ("axe", "browser", "sandbox", "triton")
 
 
 def because(what: str, why: str) -> str:

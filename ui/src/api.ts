@@ -82,6 +82,7 @@ export interface RecordedSample {
   sample: number | null;
   prompt: string;
   completion: string;
+  answer: string | null; // the right one, where the row has one
   reward: number | null;
   components: Record<string, number | null>;
   advantage: number | null;

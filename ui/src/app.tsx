@@ -45,7 +45,7 @@ function Page({ route, info }: { route: Route; info: Info | null }) {
     case "launch":
       return <LaunchPage query={route.query} />;
     default:
-      return <Empty title="There is no such page."><a href={link("")}>All runs</a></Empty>;
+      return <><h1>Not found</h1><Empty title="There is no such page."><a href={link("")}>All runs</a></Empty></>;
   }
 }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from reinforge.algorithms.algorithm import Algorithm
@@ -35,6 +36,7 @@ from reinforge.models.mixers import kernel_choice, kernel_note
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.execution import note_unfindable
 from reinforge.rewards.function import FunctionReward
+from reinforge.rewards.load import file_of
 
 NO_LIMIT = 1 << 20  # tokens; of a model whose configuration names no context
 
@@ -66,6 +68,18 @@ class RunInputs:
     def uncontained(self) -> list[str]:
         """Rewards that run what the model writes without containment."""
         return [r.name for r in self.rewards if getattr(r.function, "unsafe", False)]
+
+    @property
+    def reward_files(self) -> dict[str, str]:
+        """The rewards of the configuration that stand in a file of the user's, and where."""
+        found = {}
+        for cfg, reward in zip(self.cfg.rewards, self.rewards, strict=False):
+            source, _, attribute = cfg.name.rpartition(":")
+            if source.endswith(".py"):
+                found[cfg.name] = f"{Path(source).expanduser().resolve()}:{attribute}"
+            elif place := file_of(reward.function):
+                found[cfg.name] = place
+        return found
 
 
 @dataclass(frozen=True)

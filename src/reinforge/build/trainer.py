@@ -159,6 +159,7 @@ def build_rl(
         ),
         prediction=predict_run(cfg, backend, prompts.lengths, inputs.algorithm.needs),
         uncontained=inputs.uncontained,
+        reward_files=inputs.reward_files,
         passing=attempt.passing,
         began=attempt.began,
         callbacks=Callbacks(given.callbacks),

@@ -12,6 +12,7 @@ import typer
 from reinforge.api import evaluate as evaluate_model
 from reinforge.cli.arguments import MaxNewTokens, Temperature, TopP
 from reinforge.cli.show import print_mapping
+from reinforge.config.recipes import is_recipe
 from reinforge.core.errors import InputError
 from reinforge.watch.view import BarView
 
@@ -97,11 +98,11 @@ def evaluate(
             where="--runner",
             fix="There are: native, lm_eval.",
         )
-    if not config_or_run.exists():
+    if not is_recipe(config_or_run) and not config_or_run.exists():
         raise InputError(
             f"no such file or directory: {config_or_run}.",
             where="CONFIG_OR_RUN",
-            fix="Give a .yaml file or a run directory.",
+            fix="Give a .yaml file, recipe:NAME or a run directory.",
         )
     print_mapping(evaluate_model(config_or_run, overrides or []))
 

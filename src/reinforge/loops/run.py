@@ -46,7 +46,7 @@ from reinforge.watch.doctor.trouble import Trouble
 from reinforge.watch.ending import TRACEBACK, describe_end, write_summary
 from reinforge.watch.logs import flatten
 from reinforge.watch.memory_usage import device_peak, process_peak
-from reinforge.watch.recorder import Recorder
+from reinforge.watch.recorder import REWARD_FILES, Recorder
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import OF_ONE_STEP, steps_begun
 from reinforge.watch.sinks import HURRIED_SECONDS, UPLOAD_SECONDS, TrackerRun
@@ -89,12 +89,14 @@ class Run:
         *,
         prediction: Mapping[str, Any] | None = None,
         uncontained: Sequence[str] = (),
+        reward_files: Mapping[str, str] | None = None,
         passing: tuple[type[BaseException], ...] = (),
         began: float | None = None,
         callbacks: Callbacks | None = None,
     ):
         """`prediction`: what the run is expected to take, for its record. `uncontained`: rewards
-        that run the model's programs without containment. `passing`: errors after which somebody
+        that run the model's programs without containment. `reward_files`: the rewards that stand
+        in files of the user's, and where. `passing`: errors after which somebody
         begins the run again at once, so that there is no end to tell of. `began`: when whoever
         built the run began, on the monotonic clock; now, if it is not given. `callbacks`: what a
         Python caller wants to be told.
@@ -109,6 +111,7 @@ class Run:
         self.dir = Path(cfg.run.dir)
         self.lock = RunLock(self.dir)
         self.prediction = prediction
+        self.reward_files = reward_files
         self.uncontained = list(uncontained)  # now or in an earlier part of the run
         self.passing = passing
         self.began = time.monotonic() if began is None else began
@@ -192,6 +195,8 @@ class Run:
         self._told |= {trouble.kind for trouble in self.doctor.troubles()}
         if self.prediction is not None:
             self.recorder.document("prediction.json", self.prediction)
+        if self.reward_files:
+            self.recorder.document(REWARD_FILES, self.reward_files)
 
     def _hub_sink(self) -> list[HubSink]:
         """What pushes checkpoints to the hub, where the run is to be there too."""

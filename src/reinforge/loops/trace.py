@@ -19,14 +19,13 @@ from reinforge.algorithms.algorithm import Algorithm
 from reinforge.algorithms.explain import explained, place_of
 from reinforge.core.batch import DOMAIN, Batch, Totals
 from reinforge.core.metrics import Metrics, StepMetrics
-from reinforge.core.row import prompt_text
 from reinforge.core.sample import Group, Sample
 from reinforge.core.signal import why_masked
 from reinforge.core.trace import STREAM, TOKENS, take_traced
 from reinforge.rewards.combine import combined
 from reinforge.rollout.scoring import RewardScorer
 from reinforge.rollout.source import RolloutBatch, has_signal
-from reinforge.watch.recorder import pick
+from reinforge.watch.recorder import asked_text, pick
 
 TEXT = 160  # characters of a prompt's end and of an answer's beginning
 DIGITS = 7
@@ -247,7 +246,7 @@ class StepTrace:
             "group": group.samples[0].group if group.samples else "",
             "row": group.row.id,
             "status": kind,
-            "prompt": prompt_text(group.row.prompt)[-TEXT:],
+            "prompt": asked_text(group)[-TEXT:],
             "samples": [
                 {
                     "uid": sample.uid,
@@ -324,7 +323,7 @@ class StepTrace:
             return sum(numbers[name] for numbers in said)
 
         found: dict[str, Any] = {"loss": _short(total("loss"))}
-        for name in ("logprob", "kl", "divergence"):
+        for name in ("logprob", "kl", "entropy", "divergence"):
             if name in names:
                 found[name] = _short(total(name) / tokens)
         if "clip_fraction" in names:
@@ -357,7 +356,7 @@ class StepTrace:
                 found[name] = _shorts(stream[place.begin : place.end].tolist())
         said = [self._said.get(slot) for slot in self._slots_of(place)]
         if said and all(numbers is not None for numbers in said):
-            for name in ("logprob", "ratio", "clip_fraction", "kl", "loss"):
+            for name in ("logprob", "ratio", "entropy", "clip_fraction", "kl", "loss"):
                 if name in (said[0] or {}):
                     found[name] = _shorts([(numbers or {})[name] for numbers in said])
         return found

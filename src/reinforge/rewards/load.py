@@ -67,6 +67,17 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
     return found
 
 
+def file_of(function: Any) -> str | None:
+    """`/path/to/file.py:function` of a function that stands in a file of the user's; None for ours
+    and for what `importable` cannot name.
+    """
+    name = importable(function)
+    if name is None or name.startswith("reinforge."):
+        return None
+    file = getattr(sys.modules[name.rpartition(":")[0]], "__file__", None)
+    return f"{file}:{name.rpartition(':')[2]}" if file and file.endswith(".py") else None
+
+
 def importable(function: Any) -> str | None:
     """`module:function` if another process finds this very function there; None for closures,
     lambdas, objects, and what stands in the main script, which importing would run again.

@@ -187,6 +187,7 @@ class RecordedSample(Answer):
     sample: int | None
     prompt: str
     completion: str
+    answer: str | None = Field(description="The right one, where the row has one.")
     reward: Number
     components: dict[str, Number]
     advantage: Number

@@ -66,8 +66,8 @@ def _line(event: Mapping[str, Any]) -> dict[str, Any]:
 
 def _told(kind: str, event: Mapping[str, Any]) -> str:
     """
-    >>> _told("trouble", {"what": "Nothing moves.", "knob": {"key": "a.b", "value": 0.3 - 0.1}})
-    'Nothing moves. Try a.b=0.2.'
+    >>> _told("trouble", {"what": "Nothing moves.", "because": "constant_reward"})
+    'Nothing moves. Follows from constant reward.'
     >>> _told("config_changed", {"changes": {"train.steps": [10, 20]}})
     'train.steps was 10 and is 20'
     >>> _told("fault", {"role": "reward", "seconds": 1.50000001, "error": None})
@@ -76,7 +76,10 @@ def _told(kind: str, event: Mapping[str, Any]) -> str:
     if kind in KNOWN:
         return KNOWN[kind]
     if kind == "trouble" and isinstance(event.get("what"), str):
-        return f"{event['what']}{_advice(event)}"
+        # what to try stands at the finding: what it was then may not be what it is now
+        cause = event.get("because")
+        follows = f" Follows from {str(cause).replace('_', ' ')}." if cause else ""
+        return f"{event['what']}{follows}"
     if kind in BEGINNINGS:
         steps = event.get("steps")
         return f"{steps} steps to do" if isinstance(steps, int) else ""
@@ -93,16 +96,6 @@ def _told(kind: str, event: Mapping[str, Any]) -> str:
         )
     told = {k: v for k, v in event.items() if k not in OWN and v is not None}
     return ", ".join(f"{k.replace('_', ' ')}: {_written(v)}" for k, v in told.items())
-
-
-def _advice(event: Mapping[str, Any]) -> str:
-    """What to try; of what follows from another finding, that finding."""
-    if cause := event.get("because"):
-        return f" Follows from {str(cause).replace('_', ' ')}."
-    knob = event.get("knob")
-    if isinstance(knob, Mapping) and "key" in knob and "value" in knob:
-        return f" Try {knob['key']}={_written(knob['value'])}."
-    return ""
 
 
 def _written(value: Any) -> str:

@@ -77,7 +77,7 @@ def fits(line: answers.RunLine, search: str, state: str, tag: str) -> bool:
 def run_page(record: RunRecord, *, launched: bool) -> answers.RunPage:
     with record.lock:
         run = record.describe()
-        learning = is_learning(record.doctor.history)
+        learning = is_learning(record.doctor.history, ended=run["status"] != "running")
         times = record.columns.times
         ends = [{"time": t} for t in (*times[:1], *times[-1:])] if len(times) > 1 else []
         return answers.RunPage.model_validate(

@@ -88,6 +88,7 @@ def _common(line: int, sample: Mapping[str, Any]) -> dict[str, Any]:
         "sample": int(place) if place.isdecimal() else None,
         "prompt": str(sample.get("prompt") or ""),
         "completion": str(sample.get("completion") or ""),
+        "answer": _text(sample.get("answer")),
         "reward": number(sample.get("reward")),
         "components": {
             str(k): number(v) for k, v in (parts if isinstance(parts, dict) else {}).items()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,12 @@ from typing import Any
 from reinforge.check.rewards import score_text
 from reinforge.config.data_source import is_config, source_config
 from reinforge.config.load import load_config
+from reinforge.config.rewards import RewardConfig
 from reinforge.core.errors import InputError
 from reinforge.data.bad_rows import by_reason
+from reinforge.rewards.names import BUILTIN
+from reinforge.watch.logs import read_json
+from reinforge.watch.recorder import REWARD_FILES
 
 MOST = 10_000  # rows that are looked at
 
@@ -60,7 +64,9 @@ def data(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def rewards(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What each reward gives an answer."""
-    config = load_config(Path(asked["config"]))
+    path = Path(asked["config"])
+    config = load_config(path)
+    config = config.model_copy(update={"rewards": _found_again(config.rewards, path.parent)})
     tried, weights = score_text(config, asked["prompt"], asked["completion"], asked["columns"])
     raised = tried.raised or ""
     return [
@@ -72,6 +78,25 @@ def rewards(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
         }
         for name, weight in weights.items()
     ]
+
+
+def _found_again(rewards: Sequence[RewardConfig], run_dir: Path) -> list[RewardConfig]:
+    """With the files that a run has noted: their names say nothing where it was given functions, or
+    was started in another folder.
+    """
+    files = read_json(run_dir / REWARD_FILES)
+    found = []
+    for i, cfg in enumerate(rewards):
+        name = str(files.get(cfg.name, cfg.name))
+        if ":" not in name and name not in BUILTIN and read_json(run_dir / "versions.json"):
+            raise InputError(
+                f"the run was given {name} as a Python function, and noted no file that has it.",
+                where=f"rewards.{i}.name",
+                fix="A function of a module can be tried, one of the program itself cannot. Or try"
+                " a configuration that names it file.py:function.",
+            )
+        found.append(cfg.model_copy(update={"name": name}))
+    return found
 
 
 KINDS: dict[str, Callable[[Mapping[str, Any]], Any]] = {"data": data, "rewards": rewards}

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ METRICS = logging.getLogger("reinforge.metrics")
 # what trackers keep of the run at its end
 RECORD = ("config.json", "versions.json", "summary.json", "report.html")
 ANCHORS = "anchors.jsonl"
+REWARD_FILES = "rewards.json"  # where rewards stand that are not ours
 LOGS = ("metrics.jsonl", "events.jsonl", "samples.jsonl", "groups.jsonl", ANCHORS)
 PACKAGES = (
     "torch",
@@ -77,6 +78,19 @@ def pick(groups: Iterable[Group], limit: int) -> list[tuple[Group, Sample, str]]
         for g in groups
     ]
     return [row for turn in zip_longest(*rows) for row in turn if row is not None][:limit]
+
+
+def asked_text(group: Group) -> str:
+    """The prompt of a group to read. In a conversation it is what the policy was asked first: a
+    game fills its numbers into the text of a row.
+    """
+    prompt = group.row.prompt
+    messages = next(iter(group.transcripts.values()), [])
+    asked = takewhile(lambda message: message.get("role") != "assistant", messages)
+    said = [message.get("content") for message in asked if message.get("role") == "user"]
+    if isinstance(prompt, str) and said and isinstance(said[-1], str):
+        return said[-1]
+    return prompt_text(prompt)
 
 
 class Recorder:
@@ -199,16 +213,18 @@ class Recorder:
         records = []
         for group, sample, text in pick(groups, limit):
             messages = group.transcripts.get(sample.episode)
+            answer = group.row.columns.get("answer")
             record = {
                 "step": step,
                 "row": group.row.id,
                 "uid": sample.uid,
-                "prompt": prompt_text(group.row.prompt),
+                "prompt": asked_text(group),
                 "completion": text,
                 "reward": sample.reward,
                 "components": sample.rewards,
                 "stop": str(sample.stop),
                 "length": sample.n_trained,
+                **({} if answer is None else {"answer": answer}),
                 **({"eval": True} if evaluation else {}),
                 **({"turns": turns_of(messages)} if messages else {}),
             }

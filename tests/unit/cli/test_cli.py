@@ -437,3 +437,13 @@ def test_the_first_line_tells_no_secrets(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err.split(": ", 1)[1] == (
         "serve M --api-key *** --hub-token=*** tracker.api_key=*** --max-new-tokens 5 --tokens=7\n"
     )
+
+
+def test_eval_takes_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is not there is named as a recipe; one that is, is read."""
+    assert main(["eval", "recipe:chain_summ"]) == 2
+    assert "there is no recipe 'chain_summ'" in capsys.readouterr().err
+    assert main(["eval", "recipe:chain_sum", "model.path=none-there", "train.stepz=1"]) == 2
+    assert "train.stepz" in capsys.readouterr().err
+    assert main(["eval", "nowhere.yaml"]) == 2
+    assert "recipe:NAME" in capsys.readouterr().err

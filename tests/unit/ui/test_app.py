@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from helpers.tiny_runs import DATA, EVAL
+from helpers.toy_rewards import digits, short
 from helpers.web_app import AppClient, web_app
 from reinforge.algorithms.catalogue import TABLE
 from reinforge.core.errors import EXIT_TERMINATED
@@ -23,6 +25,7 @@ from reinforge.watch.runs import show_run
 from reinforge.watch.why import advantage_of
 
 RUN = "first/grpo"
+RIGHT = {row["prompt"]: row["answer"] for row in (*DATA, *EVAL)}
 
 
 def lines(runs: Path, name: str) -> list[dict[str, Any]]:
@@ -51,7 +54,7 @@ def test_the_page_of_a_run(app: AppClient, runs: Path) -> None:
     kinds = [event["kind"] for event in page["events"]]
     assert kinds[0] == "started" and kinds[-1] == "finished" and kinds.count("checkpoint") == 2
     assert page["settings"]["algorithm.group_size"] == 4
-    assert page["learning"]["answer"] in ("yes", "no", "not yet", "too early to say")
+    assert page["learning"]["answer"] in ("yes", "no", "not clearly", "too few steps to say")
     assert ["last response length", f"{show_run(runs / RUN)['last']['response/length']:.4g}"] in (
         page["tiles"]
     )
@@ -101,7 +104,7 @@ def test_events_are_sentences_and_repeats_one_line() -> None:
     assert told == [
         ("started", None, None, 1, "9 steps to do"),
         ("empty_step", 1, 5, 4, empty),
-        ("trouble", 4, 7, 2, "Nearly all answers are cut off. Try train.learning_rate=0.003."),
+        ("trouble", 4, 7, 2, "Nearly all answers are cut off."),
         ("trouble", 9, 9, 1, "All answers are cut off. Follows from truncation."),
         ("resumed", None, None, 1, "12 steps to do"),
         ("empty_step", 10, 10, 1, empty),
@@ -224,6 +227,7 @@ def test_a_sample_has_its_tokens_as_they_were_recorded(
         assert found["completion"] == row["completion"] and found["reward"] == row["reward"]
         told = row.get("training", {})
         assert found["advantage"] == advantage_of(told)
+        assert found["answer"] == RIGHT[row["prompt"]]
         recorded = told.get("by_token")
         if recorded is None:
             assert found["tokens"] is None
@@ -238,6 +242,33 @@ def test_a_sample_has_its_tokens_as_they_were_recorded(
                 a - b for a, b in zip(recorded["logprob"], recorded["behaviour"], strict=True)
             ]
     assert any(r.get("training", {}).get("by_token", {}).get("ratio") for r in rows)
+
+
+def test_entropies_of_tokens_have_the_mean_of_the_step(runs: Path) -> None:
+    """The run keeps all samples of a step, and each is in one update."""
+    told = {
+        m["step"]: m["policy/entropy"] for m in lines(runs, "metrics.jsonl") if "reward/mean" in m
+    }
+    by_step: dict[int, list[float]] = {step: [] for step in told}
+    for row in lines(runs, "samples.jsonl"):
+        if not row.get("eval"):
+            by_step[row["step"]] += row["training"]["by_token"].get("entropy", [])
+    for step, values in by_step.items():
+        assert sum(values) / len(values) == pytest.approx(told[step], rel=1e-4)
+
+
+def test_rewards_of_a_file_can_be_tried_again(app: AppClient, runs: Path, tmp_path: Path) -> None:
+    """The run was given functions; it noted the file that has them."""
+    asked = {"run": RUN, "prompt": "1+1=", "completion": "a1b2", "columns": {}}
+    scores = {one["name"]: one for one in app.post("rewards", asked)}
+    want = {"digits": digits(["a1b2"])[0], "short": short(["a1b2"])[0]}
+    assert {name: one["value"] for name, one in scores.items()} == want
+    assert {name: one["weight"] for name, one in scores.items()} == {"digits": 1.0, "short": 0.5}
+    shutil.copytree(runs / RUN, tmp_path / "moved")
+    (tmp_path / "moved" / "rewards.json").unlink()
+    with web_app(tmp_path) as client:
+        said = client.post("rewards", {**asked, "run": "moved"}, 400)["error"]
+    assert "digits as a Python function" in said["what"] and said["where"] == "rewards.0.name"
 
 
 def test_what_is_appended_is_seen_and_what_is_cut_back_is_gone(runs: Path, tmp_path: Path) -> None:

@@ -29,7 +29,17 @@ PAGES = {
     "samples": (f"#/samples?run={RUN}", ".samples tbody tr"),
     "sample": (f"#/sample?run={RUN}&line=3", ".members .member"),
     "launch": ("#/launch?recipe=chain_sum", ".plan .fine"),
+    "branch": (f"#/run?run={RUN}&view=branch&step=2", "form.try"),
+    "compare": (f"#/compare?run={RUN}", "main .empty"),
+    "chat": (f"#/chat?run={RUN}", "form textarea"),
+    "data": (f"#/data?run={RUN}", "main .empty"),
+    "rewards": (f"#/data?run={RUN}&view=rewards", ".try textarea"),
+    "nothing": ("#/nowhere", ".empty"),
 }
+AXE = ROOT / "ui" / "node_modules" / "axe-core" / "axe.min.js"
+# what axe finds broken: the rule, and the elements
+BROKEN = """axe.run(document, { resultTypes: ["violations"] }).then(found =>
+  found.violations.map(one => `${one.id}: ${one.nodes.map(node => node.target).join(", ")}`))"""
 # what must say what it is
 CONTROLS = {"button", "link", "textbox", "searchbox", "combobox", "spinbutton", "slider"}
 CONTROLS |= {"checkbox", "image", "img", "progressbar", "option"}
@@ -112,6 +122,18 @@ def test_a_page_opens_and_can_be_read(browser: Chromium, app: AppClient, name: s
         assert browser.evaluate(FAINT) == []
         assert [role for role, said in browser.named() if role in CONTROLS and not said] == []
         assert browser.evaluate("document.querySelectorAll('h1').length") == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PAGES)
+def test_axe_finds_nothing_wrong(browser: Chromium, app: AppClient, name: str) -> None:
+    if not AXE.is_file():
+        missing("axe", "`npm ci` in ui/ installs it")
+    for width in (1280, 390):
+        browser.resize(width)
+        show(browser, app, *PAGES[name])
+        browser.evaluate(f"{AXE.read_text(encoding='utf-8')}; undefined")
+        assert browser.evaluate(BROKEN) == [], width
 
 
 def test_the_token_view_shows_the_numbers_of_the_file(

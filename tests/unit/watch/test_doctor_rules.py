@@ -9,6 +9,7 @@ import pytest
 from helpers.histories import doctor_of, histories
 from reinforge.config.doctor import DoctorConfig
 from reinforge.watch.doctor.doctor import Doctor, ranked
+from reinforge.watch.doctor.history import RunHistory
 from reinforge.watch.doctor.learning import is_learning
 from reinforge.watch.doctor.table import RULES
 from reinforge.watch.doctor.trouble import Trouble
@@ -114,5 +115,11 @@ def test_a_loss_of_zero_is_explained() -> None:
     assert learns["healthy-sft-0"] == "yes"
     assert said("healthy-grpo-0", "says nothing") and said("healthy-grpo-0", "a gradient in")
     assert not said("healthy-sft-0", "says nothing")
+    assert is_learning(RunHistory()).answer == "too early to say"
+    assert is_learning(RunHistory(), ended=True).answer == "too few steps to say"
+    flat = RunHistory()
+    flat.observe((n, {"train/skipped": 0.0, "train/loss": 1.0 + n % 2}) for n in range(40))
+    assert is_learning(flat).answer == "not yet"
+    assert is_learning(flat, ended=True).answer == "not clearly"
     constant = next(name for name in ILL if histories()[name]["rule"] == "constant_reward")
     assert answer(constant)[0] == "no" and said(constant, "a gradient in 0 of")

@@ -164,7 +164,7 @@ def test_a_run_with_an_environment_records_its_conversations(tmp_path: Path) -> 
     model = make_tiny_model(
         tmp_path / "model", width=32, layers=1, heads=4, kv_heads=4, context=128, chat=True
     )
-    rows = [{"prompt": f"{a}*3=", "answer": str(a * 3)} for a in range(12)]
+    rows = [{"prompt": f"{a}: {{low}} to {{high}}", "answer": str(a * 3)} for a in range(12)]
     cfg = config_from_dict(
         {
             "model": {"path": str(model), "device": "cpu"},
@@ -193,6 +193,8 @@ def test_a_run_with_an_environment_records_its_conversations(tmp_path: Path) -> 
         [t["role"] for t in s["turns"]] == ["user", "assistant", "user", "assistant"]
         for s in samples
     )
+    # the prompt is what was asked: the game has filled its numbers in
+    assert all(s["prompt"] == s["turns"][0]["text"] and "{" not in s["prompt"] for s in samples)
     page = Table(write_report(tmp_path / "run").read_text(encoding="utf-8"))
     assert [r[0] for r in page.rows if len(r) == 7][1:] == [
         f"{when}row {s['row']}" for when in ("before training", "after step 2") for s in samples[:2]

@@ -162,6 +162,7 @@ function Rewards({ source }: { source: Source | null }) {
       setFrom(first);
       setPrompt(first.prompt);
       setCompletion(first.completion);
+      setColumns(first.answer === null ? "" : JSON.stringify({ answer: first.answer }));
     }, () => undefined); // without samples there is only what is typed
     return () => control.abort();
   }, [run]);

@@ -48,6 +48,7 @@ function Whole({ run, sample, list }: { run: string; sample: Sample; list: Query
           <section><h2>Answer</h2><Said text={sample.completion} class="block" /></section>
         </div>
       )}
+      {sample.answer !== null && <section class="right"><h2>Right answer</h2><Said text={sample.answer} class="block" /></section>}
       <h2>Token by token</h2>
       {sample.tokens && sample.tokens.ids.length ? (
         <TokenView tokens={sample.tokens} />

@@ -124,7 +124,7 @@ function Table({ run, rows, list }: { run: string; rows: SampleLine[]; list: Que
               <tr key={row.line} onClick={() => { if (!String(getSelection())) location.hash = where; }}>
                 <td class="number" data-label="Step">{row.step}</td>
                 <td data-label="Prompt"><Said text={row.prompt} class="cut" /></td>
-                <td data-label="Answer"><Said text={row.completion} class="cut" /></td>
+                <td data-label="Answer"><Said text={row.completion} class="cut" />{row.answer !== null && <div class="soft right">right: <Said text={row.answer} class="cut" /></div>}</td>
                 <td class="number" data-label="Reward"><Reward row={row} /></td>
                 <td class="number" data-label="Advantage">{show(row.advantage)}</td>
                 <td class="number" data-label="Tokens">{row.length ?? "–"}{row.turns > 1 ? <span class="soft"> {row.turns} turns</span> : null}</td>

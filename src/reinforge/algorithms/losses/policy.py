@@ -131,7 +131,7 @@ class PolicyLoss(Loss):
         if "behaviour" in streams:
             done |= mismatch(now if self.engine_old else old, streams["behaviour"], totals.seen)
         shown = {"logprob": now, "weight": share, "loss": weighted}
-        for name in ("ratio", "clip_fraction", "kl"):
+        for name in ("ratio", "clip_fraction", "kl", "entropy"):
             if f"policy/{name}" in averages:
                 shown[name] = averages[f"policy/{name}"]
         return loss, done | traced(tokens, totals, shown)

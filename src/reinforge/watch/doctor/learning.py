@@ -21,13 +21,15 @@ SIGNS = (
 
 @dataclass(frozen=True, slots=True)
 class LearningVerdict:
-    """`answer`: yes, no, or too early to say; with what it rests on."""
+    """`answer`: yes, no, not yet, or too early to say; of a run that has ended, not clearly, or
+    too few steps to say. With what it rests on.
+    """
 
     answer: str
     reasons: tuple[str, ...]
 
 
-def is_learning(history: RunHistory) -> LearningVerdict:
+def is_learning(history: RunHistory, *, ended: bool = False) -> LearningVerdict:
     """What evaluations say counts first, then the reward, or the loss of supervised training."""
     reasons = []
     votes = []
@@ -50,17 +52,19 @@ def is_learning(history: RunHistory) -> LearningVerdict:
         moved = sum(value > 0 for value in norms.values)
         reasons.append(f"a gradient in {moved} of {len(history)} steps (norm {norms.mean:.3g})")
     reasons += _about_loss(history)
-    return LearningVerdict(_answer(votes, norms), tuple(reasons))
+    return LearningVerdict(_answer(votes, norms, ended), tuple(reasons))
 
 
-def _answer(votes: Sequence[int], norms: Window | None) -> str:
+def _answer(votes: Sequence[int], norms: Window | None, ended: bool) -> str:
     if norms is not None and not any(norms.values):
         return "no"
     if not votes:
-        return "too early to say"
+        return "too few steps to say" if ended else "too early to say"
     if min(votes) < 0:
         return "no"
-    return "yes" if max(votes) > 0 else "not yet"
+    if max(votes) > 0:
+        return "yes"
+    return "not clearly" if ended else "not yet"
 
 
 def _word(vote: int) -> str:

@@ -38,8 +38,9 @@ def diagnosis(run_dir: Path) -> str:
 def _examined(run_dir: Path) -> tuple[dict[str, Any], list[Trouble], LearningVerdict]:
     run = show_run(run_dir)
     doctor = Doctor.of(run_dir)
-    found = doctor.troubles(ended=run["status"] != "running")
-    return run, with_samples(found, run_dir), is_learning(doctor.history)
+    ended = run["status"] != "running"
+    found = doctor.troubles(ended=ended)
+    return run, with_samples(found, run_dir), is_learning(doctor.history, ended=ended)
 
 
 def _findings(found: Sequence[Trouble]) -> list[str]:
