@@ -153,7 +153,8 @@ def test_the_token_view_shows_the_numbers_of_the_file(
         if name != "ids":
             column = head.index(name)
             assert [float(row[column]) for row in rows] == values, name
-    assert {"advantages", "behaviour", "logprob", "ratio"} <= set(head)
+    assert {"advantages", "behaviour", "logprob", "ratio", "entropy"} <= set(head)
+    assert texts(light, ".right .said") == [line["answer"]]
 
 
 def test_arrow_keys_go_from_token_to_token(light: Chromium, app: AppClient, runs: Path) -> None:
