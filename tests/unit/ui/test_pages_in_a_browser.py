@@ -296,3 +296,27 @@ def test_a_server_that_is_gone_is_said(light: Chromium, runs: Path) -> None:
     light.evaluate("location.hash = '#/run?run=first/grpo'")
     light.wait_for("document.querySelector('.failure') !== null")
     assert "Is reinforge ui still running?" in texts(light, ".failure")[0]
+
+
+def test_a_group_shows_the_numbers_of_the_file(light: Chromium, app: AppClient) -> None:
+    sample = app.get("sample", run=RUN, line=3)
+    told = app.get("group", run=RUN, step=sample["step"], group=sample["group"])["group"]["samples"]
+    show(light, app, f"#/sample?run={RUN}&line=3", ".members .member")
+    shown = light.evaluate(
+        "[...document.querySelectorAll('.member')].map(one =>"
+        " [one.querySelectorAll('dd')[2].textContent, one.querySelector('rect').classList.value])"
+    )
+    for one, (loss, way) in zip(told, shown, strict=True):
+        assert float(loss) == pytest.approx(one["loss"], rel=1e-3)
+        assert way == ("up" if one["advantage"] >= 0 else "down")
+
+
+def test_pages_of_samples_are_turned(light: Chromium, app: AppClient) -> None:
+    show(light, app, f"#/samples?run={RUN}", ".samples tbody tr")
+    light.evaluate(
+        "[...document.querySelectorAll('.pages button')]"
+        ".find(b => b.textContent === 'Next').click()"
+    )
+    light.wait_for("document.querySelector('.pages')?.textContent.includes('page 2 of 2')")
+    wanted = len(app.get("samples", run=RUN, page=1)["rows"])
+    light.wait_for(f"document.querySelectorAll('.samples tbody tr').length === {wanted}")
