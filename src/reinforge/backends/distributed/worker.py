@@ -242,9 +242,15 @@ class RankWorker(LocalBackend, ABC):
         sampled_at = self.temperature
         self.temperature = 1.0
         try:
-            self.annotate_packs([(batch, True)], frozenset({"old"}))
+            found = self.annotate_packs([(batch, True)], frozenset({"old"}))
         finally:
             self.temperature = sampled_at
+        if isinstance(found, Shortage):
+            raise InputError(
+                f"the memory of a device ran out in the proof of new weights, {len(tokens)} tokens.",
+                where="train.backend",
+                fix="Use more ranks, or leave the engine less of the memory (engine.memory).",
+            )
         return torch.cat([torch.zeros(1), batch.streams["old"].float()])
 
     def limit(self, budget: int) -> None:
