@@ -31,19 +31,24 @@ def serve_app(options: AppOptions, *, show: bool) -> None:
             where="ui",
             fix="pip install 'reinforge[ui]'",
         ) from error
+    asked_to_end = False
+
+    def end(number: int, frame: Any) -> None:
+        nonlocal asked_to_end
+        asked_to_end = True
+        raise SystemExit(EXIT_TERMINATED)
+
     # uvicorn gives the signal back when it is done: then what the app started is ended too
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end)
     with listen(ServeOptions(host=options.host, port=options.port)) as listener:
         app = make_app(options, token)
         address = address_of(options.host, listener.getsockname()[1], token)
         print(f"{options.root}: {address}  (Ctrl-C ends)", flush=True)
         if show:
             webbrowser.open(address)
+        if asked_to_end:  # what a handler raises is lost if it interrupts a finalizer
+            raise SystemExit(EXIT_TERMINATED)
         run(app, listener, options.limits)
-
-
-def _end(number: int, frame: Any) -> None:
-    raise SystemExit(EXIT_TERMINATED)
 
 
 def token_of(options: AppOptions) -> str | None:

@@ -247,7 +247,7 @@ class RankWorker(LocalBackend, ABC):
             self.temperature = sampled_at
         if isinstance(found, Shortage):
             raise InputError(
-                f"the memory of a device ran out in the proof of new weights, {len(tokens)} tokens.",
+                f"memory ran out in the proof of new weights, {len(tokens)} tokens on every rank.",
                 where="train.backend",
                 fix="Use more ranks, or leave the engine less of the memory (engine.memory).",
             )
