@@ -276,8 +276,15 @@ class SampleIndex:
                 )
             with self.path.open("rb") as file:
                 file.seek(self.offsets[line])
-                found: dict[str, Any] = sound(parse_line(file.readline()) or {})
-                return found
+                found: dict[str, Any] | None = parse_line(file.readline())
+            if found is None:
+                raise NoSuchRun(
+                    f"line {line} of samples.jsonl is no sample.",
+                    where="line",
+                    fix="The run's other samples can be read.",
+                )
+            whole: dict[str, Any] = sound(found)
+            return whole
 
 
 def _last_lines(path: Path, end: int, most: int) -> list[bytes]:
