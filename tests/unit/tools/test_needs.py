@@ -92,4 +92,5 @@ def test_a_module_that_must_run_fails_too(tmp_path: Path) -> None:
 
 def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
     code, said = outcome(tmp_path, "sandbx")
-    assert code == pytest.ExitCode.USAGE_ERROR and "sandbx is none of browser, sandbox" in said
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert "sandbx is none of axe, browser, sandbox, triton" in said
