@@ -158,6 +158,8 @@ class Ranks:
             _matches(size, _open.size)
             yield _open
             return
+        if _open is not None and not launched():
+            _open.close()  # broken: its process group is in the way of a new one
         ranks = cls(how_many(size, kind), kind)
         _open = ranks
         if launched():
