@@ -31,7 +31,9 @@ class Determinism:
 
     @contextmanager
     def enforced(self) -> Iterator[None]:
-        """Inside, operations are deterministic or raise."""
+        """Inside, operations are deterministic or raise: where `true` was asked for an error that
+        says what to do.
+        """
         if not self.on:
             yield
             return
@@ -43,26 +45,31 @@ class Determinism:
         torch.use_deterministic_algorithms(True)
         try:
             yield
+        except RuntimeError as error:
+            if self.asked is not True or REFUSAL not in str(error):
+                raise
+            raise InputError(
+                f"{_operation(error)} has no deterministic form on a GPU.",
+                where="train.deterministic",
+                fix="Set it to auto: such a run continues, and its last bits may differ.",
+            ) from error
         finally:
             torch.use_deterministic_algorithms(before, warn_only=warned)
             settings.fill_uninitialized_memory = filled
 
     def give_up(self, error: RuntimeError) -> None:
         """After an error inside: returns where the work is to be done again without. Raises the
-        error if it is another one, and a refusal where `true` was asked for.
+        error if it is another one.
         """
         if not self.on or REFUSAL not in str(error):
             raise error
-        operation = str(error).split(REFUSAL)[0].strip()
-        if self.asked is True:
-            raise InputError(
-                f"{operation} has no deterministic form on a GPU.",
-                where="train.deterministic",
-                fix="Set it to auto: such a run continues, and its last bits may differ.",
-            ) from error
         self.on = False
         log.warning(
             "%s has no deterministic form on a GPU: two runs of this configuration may differ in"
             " their last bits.",
-            operation,
+            _operation(error),
         )
+
+
+def _operation(error: RuntimeError) -> str:
+    return str(error).split(REFUSAL)[0].strip()

@@ -132,8 +132,8 @@ class TrainConfig(Section):
     deterministic: bool | Literal["auto"] = Field(
         "auto",
         description=(
-            "On a GPU: the same bits in every run of this configuration on the same kind of GPU"
-            " with the same versions, killed and resumed or not; 2 to 3% of the training time."
+            "On a GPU: gradients with the same bits in every run of this configuration on the same"
+            " kind of GPU with the same versions; 1 to 6% of the training time."
             " auto: with the local backend, unless an operation has no such form (the log names"
             " it). true: such an operation is an error; for every backend. A CPU always does so."
         ),

@@ -59,9 +59,10 @@ def test_auto_goes_on_without_and_names_the_operation(caplog: pytest.LogCaptureF
 
 
 def test_true_is_an_error_that_says_what_to_do() -> None:
-    asked = Determinism(True, GPU)
-    with pytest.raises(InputError, match=r"train.deterministic.*cumsum_cuda_kernel.*auto"):
-        asked.give_up(REFUSED)
+    wanted = pytest.raises(InputError, match=r"train.deterministic.*cumsum_cuda_kernel.*auto")
+    with wanted, Determinism(True, GPU).enforced():
+        raise REFUSED
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_other_errors_are_raised_again() -> None:
