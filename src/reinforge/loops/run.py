@@ -38,7 +38,7 @@ from reinforge.loops.given_callbacks import Callbacks
 from reinforge.loops.open_step import RunStep
 from reinforge.loops.signals import Signals
 from reinforge.loops.step import TrainingStep
-from reinforge.loops.step_profile import StepProfile
+from reinforge.loops.step_profile import OPENED_BY, StepProfile
 from reinforge.loops.troubles import BadSteps, ending_of, error_line, report_faults, report_troubles
 from reinforge.loops.view import NoView, ViewLike
 from reinforge.watch.doctor.doctor import Doctor, with_samples
@@ -361,12 +361,9 @@ class Run:
         if self.going():
             self.profile.begin_step(self.step + 1)
 
-    def _tell_profile(self, trace: Path | None) -> None:
-        if trace is not None:
-            self.view.message(
-                f"profile: {trace} (ui.perfetto.dev and chrome://tracing open it), and a table"
-                " beside it"
-            )
+    def _tell_profile(self, written: Sequence[Path]) -> None:
+        for path in written:
+            self.view.message(f"profile: {path} ({OPENED_BY[path.suffix]})")
 
     async def interruptible(self, work: Awaitable[T]) -> T:
         """Awaits `work`; SIGTERM cancels it.

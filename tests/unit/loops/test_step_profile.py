@@ -8,8 +8,12 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+import torch
+
 from helpers.tiny_runs import digest, launch
 from reinforge.config.schema import Config
+from reinforge.core.errors import InputError
 from reinforge.loops.step_profile import RANGE
 
 
@@ -25,8 +29,8 @@ def phases(trace: Path) -> Counter[str]:
 
 
 def test_two_steps_of_four_are_in_the_trace(make: Callable[..., Config]) -> None:
-    """Steps 2 and 3, with their phases by name; the evaluation and the checkpoint between them are
-    not, and the weights are those of a run that nobody looked at.
+    """Steps 2 and 3, with their phases by name and the checkpoint between them; the weights are
+    those of a run that nobody looked at.
     """
     settings = ("grpo", "train.steps=4", "run.checkpoint.every=2")
     plain = make("plain", *settings)
@@ -41,6 +45,7 @@ def test_two_steps_of_four_are_in_the_trace(make: Callable[..., Config]) -> None
     ]
     found = phases(folder / "steps-2-3.trace.json.gz")
     assert found["generate"] == found["train"] == 2
+    assert found["checkpoint"] == 1
     table = (folder / "steps-2-3.table.txt").read_text()
     assert "aten::mm" in table and "Self CPU" in table
 
@@ -58,3 +63,15 @@ def test_a_resumed_run_may_be_profiled(make: Callable[..., Config]) -> None:
     cfg = make("run", "sft", "train.steps=2", "train.profile={steps: 1, after: 0}")
     launch(cfg)
     assert (Path(cfg.run.dir) / "profile" / "steps-2-2.trace.json.gz").is_file()
+
+
+@pytest.mark.parametrize("setting", ["tool: nsys", "memory: true"])
+def test_what_only_a_gpu_has_is_refused_before_the_first_step(
+    make: Callable[..., Config], setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cfg = make("none", "sft", "train.steps=2", f"train.profile={{{setting}}}")
+    with pytest.raises(InputError, match="torch finds none") as refused:
+        launch(cfg)
+    assert str(refused.value).startswith(f"train.profile.{setting.split(':')[0]}")
+    assert not (Path(cfg.run.dir) / "metrics.jsonl").exists()
