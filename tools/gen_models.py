@@ -6,13 +6,14 @@ A test checks that the committed page has them.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from reinforge.config import model_table  # noqa: E402
-from reinforge.config.model_table import COLUMNS, TOLD  # noqa: E402
+from reinforge.config.model_table import COLUMNS, TOLD, Support  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 BEGIN = "<!-- made by tools/gen_models.py -->"
@@ -22,18 +23,14 @@ END = "<!-- end -->"
 def tables() -> str:
     every = list(model_table.table())
     good = [each for each in every if each.verdict in ("right", "trains")]
-    lines = [
-        "| `model_type` | known as | " + " | ".join(TOLD) + " |",
-        "|---|---|" + "---|" * len(TOLD),
-    ]
-    lines += [
-        f"| `{each.name}` | {each.known_as or ''} | "
-        + " | ".join(each.cells[column].mark for column in TOLD)
-        + " |"
-        for each in good
-    ]
-    lines += ["", "What the columns mean:", ""]
+    known = sorted((each for each in good if each.known_as), key=_by_name)
+    others = [each for each in good if not each.known_as]
+    lines = ["What the columns mean:", ""]
     lines += [f"- **{name}**: {COLUMNS[name]}" for name in TOLD]
+    lines += ["", "### Models by name", ""]
+    lines += _table(known, lambda each: f"{each.known_as} | `{each.name}`", "model | `model_type`")
+    lines += ["", "### Other architectures", ""]
+    lines += _table(others, lambda each: f"`{each.name}`", "`model_type`")
     lines += [
         "",
         "## What is refused",
@@ -49,6 +46,22 @@ def tables() -> str:
             reasons.setdefault(each.reason, []).append(f"`{each.name}`")
     lines += [f"| {why} | {', '.join(names)} |" for why, names in reasons.items()]
     return "\n".join(lines)
+
+
+def _by_name(each: Support) -> str:
+    return (each.known_as or "").lower()
+
+
+def _table(entries: Sequence[Support], first: Callable[[Support], str], heads: str) -> list[str]:
+    """One row for each; `first` are its cells before those of the features."""
+    return [
+        f"| {heads} | " + " | ".join(TOLD) + " |",
+        "|---" * (heads.count("|") + 1) + "|:-:" * len(TOLD) + "|",
+        *(
+            f"| {first(each)} | " + " | ".join(each.cells[column].mark for column in TOLD) + " |"
+            for each in entries
+        ),
+    ]
 
 
 def with_tables(text: str) -> str:
