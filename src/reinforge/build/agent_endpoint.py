@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from reinforge.core.errors import InputError
+from reinforge.core.token_text import token_text
 from reinforge.envs.calls.reader import ModelAnswer
 from reinforge.envs.programs import EndpointAddress
 from reinforge.rollout.dialogue.agent_session import (
@@ -249,18 +250,10 @@ class AgentEndpoint:
         return replies, _pieces_of(answers)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return str(
-            self._tokenizer.decode(
-                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        return token_text(self._tokenizer, tokens, special=False)
 
     def _spell(self, tokens: Sequence[int]) -> str:
-        return str(
-            self._tokenizer.decode(
-                list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return token_text(self._tokenizer, tokens)
 
 
 async def _pieces_of(answers: Sequence[ModelAnswer]) -> AsyncGenerator[AnswerPiece, None]:

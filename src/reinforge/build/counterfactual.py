@@ -34,6 +34,7 @@ from reinforge.core.backend import Backend
 from reinforge.core.batch import pack
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
+from reinforge.core.token_text import token_text
 from reinforge.loops.config_changes import Changes, check_branch
 from reinforge.loops.open_step import RunStep
 from reinforge.models.load import load_tokenizer
@@ -278,8 +279,8 @@ def _tokens(
             TokenMove(
                 sample.uid,
                 i,
-                tokenizer.decode(sample.tokens[at : at + 1].tolist()),
-                tokenizer.decode(sample.tokens[max(0, at - CONTEXT) : at].tolist()),
+                token_text(tokenizer, sample.tokens[at : at + 1].tolist()),
+                token_text(tokenizer, sample.tokens[max(0, at - CONTEXT) : at].tolist()),
                 float(original.before[sample.uid][i]),
                 float(original.after[sample.uid][i]),
                 float(changed.after[sample.uid][i]),

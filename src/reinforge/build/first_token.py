@@ -11,6 +11,7 @@ from pathlib import Path
 from reinforge.build.replay import go, plan_replay, scratch_directory, with_kept_rollouts
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
+from reinforge.core.token_text import token_text
 from reinforge.loops.parting import DivergencePoint
 from reinforge.models.load import load_tokenizer
 from reinforge.rollout.kept import KeptRollouts
@@ -54,11 +55,11 @@ def first_token(
     return TokenDifference(
         position=position,
         tokens=(
-            "" if one is None else tokenizer.decode([one[0]]),
-            "" if other is None else tokenizer.decode([other[0]]),
+            "" if one is None else token_text(tokenizer, [one[0]]),
+            "" if other is None else token_text(tokenizer, [other[0]]),
         ),
         logprobs=(None if one is None else one[1], None if other is None else other[1]),
-        context=tokenizer.decode(known.tokens[max(0, place - CONTEXT) : place].tolist()),
+        context=token_text(tokenizer, known.tokens[max(0, place - CONTEXT) : place].tolist()),
     )
 
 

@@ -29,6 +29,7 @@ from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Sample
+from reinforge.core.token_text import token_text
 from reinforge.loops.open_step import RunStep
 from reinforge.models.answer_form import AnswerForm
 from reinforge.models.causal import CausalModel
@@ -367,8 +368,8 @@ def _worst(config: Config, probe: MismatchProbe) -> WorstToken:
     return WorstToken(
         sample.uid,
         i,
-        tokenizer.decode(sample.tokens[at : at + 1].tolist()),
-        tokenizer.decode(sample.tokens[max(0, at - CONTEXT) : at].tolist()),
+        token_text(tokenizer, sample.tokens[at : at + 1].tolist()),
+        token_text(tokenizer, sample.tokens[max(0, at - CONTEXT) : at].tolist()),
         float(sample.logprobs[at]),
         float(probe.logprobs[sample.uid][i]),
     )

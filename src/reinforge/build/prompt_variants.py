@@ -13,6 +13,7 @@ from reinforge.config.chat_templates import CHAT_TEMPLATES, fitting
 from reinforge.config.data import DataConfig
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
+from reinforge.core.token_text import token_text
 from reinforge.data.chat import Renderer
 
 Render = Callable[[Row, list[int]], list[int] | None]
@@ -47,10 +48,10 @@ def _renderings(tokenizer: Any, cfg: DataConfig) -> Mapping[str, Render]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def again(row: Row, ids: list[int]) -> list[int]:
-        return plain(tokenizer.decode(ids, skip_special_tokens=False))
+        return plain(token_text(tokenizer, ids))
 
     def stripped(row: Row, ids: list[int]) -> list[int]:
-        return plain(tokenizer.decode(ids, skip_special_tokens=False).rstrip())
+        return plain(token_text(tokenizer, ids).rstrip())
 
     found: dict[str, Render] = {
         "as the row is rendered now": lambda row, ids: Renderer(tokenizer, cfg).prompt(row),

@@ -18,6 +18,7 @@ from reinforge.config.teacher import OneTeacherConfig, TeacherConfig
 from reinforge.core.backend import TEACHER_LOGPROBS
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Sample
+from reinforge.core.token_text import token_text
 from reinforge.data.chat import Renderer
 from reinforge.engines.served_teacher import ServedTeacher
 from reinforge.models.load import load_model, load_tokenizer
@@ -81,7 +82,7 @@ def _probe_texts(inputs: RunInputs) -> list[str]:
     """Texts that a teacher must split as the student does: ours, and some of the data."""
     found = [PROBE_TEXT]
     for row in inputs.train_rows[:PROBED_ROWS]:
-        prompt = inputs.tokenizer.decode(inputs.renderer.prompt(row), skip_special_tokens=True)
+        prompt = token_text(inputs.tokenizer, inputs.renderer.prompt(row), special=False)
         answer = row.columns.get("completion")
         found.append(prompt + answer if isinstance(answer, str) else prompt)
     return found

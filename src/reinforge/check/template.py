@@ -11,6 +11,7 @@ from reinforge.config.model import ModelConfig
 from reinforge.core.env import Action, Call, Observation
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row
+from reinforge.core.token_text import token_text
 from reinforge.data.chat import Renderer
 from reinforge.data.dialogue import DialogueTokens
 from reinforge.data.templates import check_prefix, takes_tools
@@ -53,7 +54,7 @@ def template_facts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     native = takes_tools(renderer.template)
     format = detect(renderer.template.source())
     ids = renderer.prompt(Row("check", [USER, {"role": "assistant", "content": "408."}, USER]))
-    again = list(tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"])
+    again = list(tokenizer(token_text(tokenizer, ids), add_special_tokens=False)["input_ids"])
     plain = [("408.", [USER]), ("It is 408.", [USER]), ("Yes.", [USER])]
     thinking = [
         ("<think>\nI multiply.\n</think>\n\n408.", [USER]),

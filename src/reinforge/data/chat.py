@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from reinforge.config.chat_templates import fitting
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row, Sample, Stop
+from reinforge.core.token_text import token_text
 from reinforge.data.sources import check_messages, check_text
 from reinforge.data.templates import MARKER, RenderedChat, Span, Template, adds_bos, turn_end
 from reinforge.data.templates import check_prefix as check_prefix
@@ -133,11 +134,7 @@ class Renderer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a completion, without control tokens."""
-        return str(
-            self.tokenizer.decode(
-                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        return token_text(self.tokenizer, tokens, special=False)
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -329,7 +326,7 @@ class Renderer:
             (i + 1 for i in reversed(range(first, last)) if ids[i] in self.template.special_ids),
             last,
         )
-        return end if not str(self.tokenizer.decode(ids[end:last])).strip() else last
+        return end if not token_text(self.tokenizer, ids[end:last]).strip() else last
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         return self.bos + ids if ids[:1] != self.bos else ids

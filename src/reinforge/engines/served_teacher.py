@@ -24,6 +24,7 @@ from reinforge.config.teacher import TeacherServerConfig
 from reinforge.core.aio import run_apart, together
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError, RequestError
+from reinforge.core.token_text import token_text
 from reinforge.engines.openai import OpenAIClient, OpenAIServer, ServerRefuses, ServerSilent
 
 T = TypeVar("T")
@@ -95,7 +96,7 @@ class ServedTeacher:
         self._compare(tokenizer, ids, [token.text for part in scored for token in part])
         for text in texts:
             ours = tokenizer(text, add_special_tokens=False)["input_ids"][: size - 1]
-            short = tokenizer.decode(ours, clean_up_tokenization_spaces=False)
+            short = token_text(tokenizer, ours)
             if tokenizer(short, add_special_tokens=False)["input_ids"] == ours and len(ours) > 1:
                 self._compare_split(tokenizer, short, ours)
 
@@ -270,9 +271,7 @@ class ServedTeacher:
 
 
 def _spelled(tokenizer: Any, token: int) -> str:
-    return str(
-        tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    )
+    return token_text(tokenizer, [token])
 
 
 def _scored_token(place: dict[str, dict[str, Any]], token: int, k: int) -> ScoredToken:

@@ -22,6 +22,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.seeds import seed_of
+from reinforge.core.token_text import token_text
 from reinforge.data.templates import Template
 from reinforge.engines.native import NativeEngine
 from reinforge.evals.loglikelihood import Scored, score_continuations
@@ -83,7 +84,9 @@ class NativeLM(TemplateLM):
     ) -> list[int]:
         """With the tokenizer's own special tokens, and never with a second BOS."""
         if add_special_tokens is None:
-            add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
+            add_special_tokens = not string.startswith(
+                token_text(self.tokenizer, [self.prefix_token_id])
+            )
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
 
     def _loglikelihood_tokens(
@@ -157,7 +160,7 @@ class NativeLM(TemplateLM):
 
     def _text(self, completion: Completion, params: Sampling) -> str:
         """Without special tokens, up to the first stop string."""
-        text = str(self.tokenizer.decode(completion.tokens, skip_special_tokens=True))
+        text = token_text(self.tokenizer, completion.tokens, special=False)
         for stop in params.stop_strings:
             text = text.split(stop)[0]
         return text

@@ -14,6 +14,7 @@ from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row
 from reinforge.core.sample import Sample
+from reinforge.core.token_text import token_text
 from reinforge.data.chat import Renderer
 from reinforge.data.templates import check_prefix
 from reinforge.plan.gold_answers import sample
@@ -119,7 +120,7 @@ def _keeps_turns(config: Config, renderer: Renderer, seen: list[RenderedConversa
     name = "every turn is rendered"
     turns = 0
     for one in seen:
-        text = renderer.tokenizer.decode(one.ids, skip_special_tokens=False)
+        text = token_text(renderer.tokenizer, one.ids)
         at = 0
         for i, message in enumerate(one.messages):
             said = _said(message)
@@ -159,7 +160,7 @@ def _round_trip(config: Config, renderer: Renderer, seen: list[RenderedConversat
             if not isinstance(said, str):
                 continue
             ids = renderer.template.plain(said)
-            again = renderer.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            again = token_text(renderer.tokenizer, ids)
             if unknown in ids or _squeezed(again) != _squeezed(said):
                 lost = next((c for c in said if unknown in renderer.template.plain(c)), said[:20])
                 what = (
@@ -189,7 +190,7 @@ def _prefix(config: Config, renderer: Renderer, seen: list[RenderedConversation]
                 ),
                 min(len(one.ids), len(one.prompt)),
             )
-            tail = renderer.tokenizer.decode(one.prompt[at : at + 12])
+            tail = token_text(renderer.tokenizer, one.prompt[at : at + 12])
             what = (
                 f"with its answer the conversation begins otherwise from token {at} of"
                 f" {len(one.prompt)}: a rollout sees {tail!r} there, and training does not."
@@ -248,7 +249,7 @@ def _ends(config: Config, renderer: Renderer, seen: list[RenderedConversation]) 
         return Proof(name, False, what, where, "Use the model's own tokenizer (model.tokenizer).")
     shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in stops)
     if renderer.chat and check_prefix(tokenizer)["turn_end"] is None:
-        last = tokenizer.decode(seen[0].ids[-6:])
+        last = token_text(tokenizer, seen[0].ids[-6:])
         what = (
             f"rollouts stop at {shown}, which the chat template never writes: it ends a turn with"
             f" {last[-24:]!r}. A model that is taught by it does not learn to stop."

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from reinforge.core.token_text import token_text
 from reinforge.engines.native import NativeEngine
 from reinforge.serve.engine_thread import AnswerPiece
 from reinforge.serve.options import ServeOptions
@@ -71,9 +72,7 @@ class PromptScoringService(ModelService):
             for i, p, rank in ranked:
                 if i not in texts:
                     # rendering has a tokenizer of its own, and this is its thread
-                    texts[i] = self.renderer.tokenizer.decode(
-                        [i], skip_special_tokens=False, clean_up_tokenization_spaces=False
-                    )
+                    texts[i] = token_text(self.renderer.tokenizer, [i])
                 place[str(i)] = {"logprob": p, "rank": rank, "decoded_token": texts[i]}
             places.append(place)
         return places

@@ -14,6 +14,7 @@ from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.core.seeds import seed_of
+from reinforge.core.token_text import token_text
 from reinforge.data.chat import Renderer, check_prefix
 from reinforge.engines.native import NativeEngine
 from reinforge.serve.engine_thread import AnswerPiece, EngineThread
@@ -287,18 +288,10 @@ class ModelService:
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(
-            self.tokenizer.decode(
-                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        return token_text(self.tokenizer, tokens, special=False)
 
     def spell(self, tokens: Sequence[int]) -> str:
-        return str(
-            self.tokenizer.decode(
-                list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return token_text(self.tokenizer, tokens)
 
 
 async def _nothing() -> AsyncGenerator[AnswerPiece, None]:

@@ -53,6 +53,7 @@ from reinforge.core.kv_pool import (
 from reinforge.core.model_facts import ModelFacts
 from reinforge.core.sample import Sample, Stop
 from reinforge.core.seeds import seed_of
+from reinforge.core.token_text import token_text
 from reinforge.core.weights import Weights
 from reinforge.engines.native.blocks import BlockPool, CacheHolding, block_keys
 from reinforge.engines.native.cache_shapes import cache_shapes
@@ -890,7 +891,7 @@ class NativeEngine:
         if not params.stop_strings:
             return False
         longest = max(len(s.encode()) for s in params.stop_strings)  # in bytes: a token may be one
-        tail = self.model.tokenizer.decode(tokens[-(longest + 4) :])
+        tail = token_text(self.model.tokenizer, tokens[-(longest + 4) :])
         return any(s in tail for s in params.stop_strings)
 
     def _completion(self, sequence: LiveSequence, stop: Stop) -> Completion:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from reinforge.core.engine import Completion
 from reinforge.core.env import Call
 from reinforge.core.row import Stop
+from reinforge.core.token_text import token_text
 from reinforge.data.chat import Renderer
 from reinforge.envs.calls.base import ParsedAnswer
 from reinforge.envs.calls.tool_template import ToolTemplate
@@ -72,11 +73,7 @@ class AnswerReader:
         if completion.stop is Stop.EOS and tokens:
             ended = tokens[-1] in self.renderer.template.special_ids
             tokens = tokens[:-1] if ended else tokens
-        return str(
-            self.renderer.tokenizer.decode(
-                tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return token_text(self.renderer.tokenizer, tokens)
 
 
 def first_stop(text: str, stop_strings: Sequence[str]) -> int | None:
