@@ -269,6 +269,7 @@ def shown(prediction: dict[str, Any]) -> list[tuple[str, str]]:
     if "kv_cache" in prediction:
         lines.append(("KV cache", _cache_line(prediction["kv_cache"])))
     guess = "" if machine["known"] else "; this GPU is not in our table, so that is a guess"
+    busy = "on an idle GPU" if machine["kind"] == "cuda" else "as busy as this CPU is now"
     times = ", ".join(
         f"{phase} {_short(seconds)} s" for phase, seconds in prediction["seconds"].items()
     )
@@ -276,7 +277,7 @@ def shown(prediction: dict[str, Any]) -> list[tuple[str, str]]:
         *lines,
         (
             "time of a step",
-            f"about {times} for completions of full length, on an idle machine{guess}",
+            f"about {times} for completions of full length, {busy}{guess}",
         ),
     ]
 

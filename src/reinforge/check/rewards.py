@@ -112,7 +112,12 @@ def check_rewards(
         raise InputError(
             what,
             where="rewards" if not tried else "data.columns",
-            fix="Map it, e.g. columns: {answer: solution}." if tried else None,
+            fix=(
+                "Map it, e.g. columns: {answer: solution}. A reward that compares with no right"
+                " answer cannot be checked: read the best samples of a short run instead."
+                if tried
+                else None
+            ),
         )
     found = asyncio.run(
         _RewardCheck(config, tried, chosen, {"as you say": gold} if gold else WRAPS, allowed).run()

@@ -25,7 +25,10 @@ def chat(
         max_new_tokens=max_new_tokens,
         seed=seed,
     )
-    print(f"{model_name}: type a message; /reset starts over, /quit or Ctrl-D ends.")
+    print(
+        f"{model_name}, temperature {temperature:g}: type a message; /reset starts over, /quit or"
+        " Ctrl-D ends."
+    )
     while True:
         try:
             line = input("> ").strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,8 +31,14 @@ from reinforge.config.load import load_config
 from reinforge.config.schema import Config
 from reinforge.core.aio import run_sync
 from reinforge.core.errors import InputError
+from reinforge.core.row import prompt_text
+from reinforge.core.visible import visible
 from reinforge.data.readers import kind_of
 from reinforge.models.constraint_library import check as check_constraint
+
+# of the answers that are shown at the end, and how much of each
+SHOWN = 3
+SHOWN_LENGTH = 80
 
 Longest = Annotated[
     int | None,
@@ -224,10 +231,20 @@ def generate(
         )
     )
     print(f"{rows} rows in {out}")
+    _show_first(out)
     if form is not None:
         _tell_cut(out)
     if pairs:
         _tell_pairs(out)
+
+
+def _show_first(out: Path) -> None:
+    """What came of the first prompts."""
+    with out.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in islice(lines, SHOWN)]
+    for row in rows:
+        prompt = visible(prompt_text(row["prompt"]), SHOWN_LENGTH)
+        print(f"  {prompt} -> {visible(str(row['completion']), SHOWN_LENGTH)}")
 
 
 def _tell_cut(out: Path) -> None:

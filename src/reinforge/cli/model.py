@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -218,11 +219,23 @@ def export(
     from reinforge.offline.export import export as write
 
     write(run, out, checkpoint=checkpoint, merge=merge, gguf=gguf, push=push)
-    found = {"made": f"{out}, the {checkpoint_in_words(checkpoint)} checkpoint of {run}"}
+    found = {
+        "made": f"{out}, the {checkpoint_in_words(checkpoint)} checkpoint of {run}",
+        "weights": _weights_in_words(out),
+    }
     files = sorted(str(file) for file in out.glob("*.gguf"))
     if files:
         found["for llama.cpp"] = ", ".join(files)
     print_mapping({**found, "next": f"reinforge chat {shlex.quote(str(out))}"})
+
+
+def _weights_in_words(out: Path) -> str:
+    """Their size, and the precision that the model's own config names."""
+    files = [*out.glob("*.safetensors"), *out.glob("*.bin")]
+    size = sum(file.stat().st_size for file in files)
+    config = out / "config.json"
+    dtype = json.loads(config.read_text()).get("dtype") if config.is_file() else None
+    return f"{size / 1e6:,.0f} MB" + (f" in {dtype}" if dtype else "")
 
 
 def checkpoint_in_words(checkpoint: str) -> str:
@@ -246,7 +259,7 @@ def tiny(
     ] = 256,
     architecture: Architecture = "llama",
 ) -> None:
-    """Make the small model that the recipes start from, in seconds.
+    """Make the small model that the recipes start from, in a minute or less.
 
     0.1 M parameters that half know how to add.
 

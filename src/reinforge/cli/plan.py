@@ -112,7 +112,8 @@ def plan(
         for error in report.errors:
             print(f"error: {error}", file=sys.stderr)
         if report.ok:
-            warned = f", {len(report.warnings)} warnings" if report.warnings else ""
+            count = len(report.warnings)
+            warned = f", {count} warning{'s' if count > 1 else ''}" if count else ""
             console().print(f"[green]ok[/green]{warned}")
     if not report.ok:
         raise typer.Exit(EXIT_BAD_INPUT)

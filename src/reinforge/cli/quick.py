@@ -25,13 +25,15 @@ def sft_config(
     out: str | None = None,
     epochs: float = 1.0,
     lora: int | None = None,
+    learning_rate: float | None = None,
+    batch_size: int | None = None,
     overrides: Sequence[str] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> Config:
     """SFT with settings that suit most: a twentieth of the rows (at most 200) held out, 16 rows per
-    step, cosine with warm-up, 1e-5 for all weights and 2e-4 for an adapter. `overrides` are those
-    of `reinforge train`. `say` is told where fewer rows are held out, because rows with the same
-    prompt stay together.
+    step, cosine with warm-up, 1e-5 for all weights and 2e-4 for an adapter. `batch_size`: rows per
+    step. `overrides` are those of `reinforge train`. `say` is told where fewer rows are held out,
+    because rows with the same prompt stay together.
     """
     tree: dict[str, Any] = {
         "model": {"path": model},
@@ -40,7 +42,7 @@ def sft_config(
         "rewards": [],
         "train": {
             "epochs": epochs,
-            "learning_rate": 2e-4 if lora else 1e-5,
+            "learning_rate": learning_rate or (2e-4 if lora else 1e-5),
             "schedule": {"kind": "cosine", "warmup": 3, "floor": 0.1},
         },
         "run": {"dir": out or f"runs/sft-{_slug(model)}-{_slug(Path(data).stem)}"},
@@ -62,7 +64,7 @@ def sft_config(
                 " together."
             )
     tree["data"]["eval"] = {"size": size}
-    tree["train"]["prompts_per_step"] = max(1, min(16, (len(rows) - size) // 4))
+    tree["train"]["prompts_per_step"] = batch_size or max(1, min(16, (len(rows) - size) // 4))
     return config_from_dict(tree, overrides=list(overrides))
 
 

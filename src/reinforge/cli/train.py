@@ -22,7 +22,13 @@ from reinforge.plan.hub import not_here
 from reinforge.plan.preflight import preflight
 from reinforge.watch.pipeline import show_pipeline
 
-SFT_OPTIONS = {"run.dir": "--out", "train.epochs": "--epochs", "adapter.rank": "--lora"}
+SFT_OPTIONS = {
+    "run.dir": "--out",
+    "train.epochs": "--epochs",
+    "adapter.rank": "--lora",
+    "train.learning_rate": "--learning-rate",
+    "train.prompts_per_step": "--batch-size",
+}
 
 
 def train(
@@ -96,8 +102,18 @@ def sft(
     lora: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="RANK", help="Train an adapter of this rank instead of all weights."
+            min=1,
+            metavar="RANK",
+            help="Train an adapter of this rank instead of all weights: faster, and less memory.",
         ),
+    ] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(metavar="RATE", help="Default: 1e-5, with --lora 2e-4."),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Rows a step; default: 16, fewer of few rows."),
     ] = None,
 ) -> None:
     """Fine-tune a model on rows of your own, without a configuration.
@@ -112,7 +128,7 @@ def sft(
 
       reinforge sft HuggingFaceTB/SmolLM2-135M-Instruct rows.jsonl
 
-      reinforge sft org/base rows.jsonl --lora 16 --epochs 3 train.learning_rate=1e-4
+      reinforge sft org/base rows.jsonl --lora 16 --epochs 3 --learning-rate 1e-4
 
       reinforge sft org/base texts.jsonl data.loss_on=all
     """
@@ -122,7 +138,15 @@ def sft(
 
     with named_as(SFT_OPTIONS):
         config = sft_config(
-            model, data, out=out, epochs=epochs, lora=lora, overrides=overrides or [], say=say
+            model,
+            data,
+            out=out,
+            epochs=epochs,
+            lora=lora,
+            learning_rate=learning_rate,
+            batch_size=batch_size,
+            overrides=overrides or [],
+            say=say,
         )
         print_text(described(config))
         _train_run(config)

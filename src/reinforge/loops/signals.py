@@ -93,13 +93,17 @@ class Signals:
         self.received = kind
         loop = self._loop
         if loop is not None:
-            loop.call_soon_threadsafe(self._announce, kind)
+            loop.call_soon_threadsafe(self._cancel)
+            # a step may hold the loop for a minute: whoever asked is told at once
+            threading.Thread(target=self._announce, args=(kind,), daemon=True).start()
 
-    def _announce(self, kind: signal.Signals) -> None:
+    def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
+
+    def _announce(self, kind: signal.Signals) -> None:
         again = "" if kind in WARNINGS else " (once more to stop at once)"
-        self.tell(f"{kind.name}: saving a checkpoint, then stopping{again}")
+        self.tell(f"{kind.name}: saving a checkpoint after this step, then stopping{again}")
 
     async def cancellable(self, work: Awaitable[T]) -> T:
         """Awaits `work`; a request to end cancels it."""

@@ -278,9 +278,23 @@ def describe(report: PlanReport) -> list[tuple[str, str]]:
                 ),
             )
         )
-    lines += shown(s["prediction"]) if "prediction" in s else []
+    if "prediction" in s:
+        lines += shown(s["prediction"])
+        if s.get("steps"):
+            whole = s["steps"] * sum(s["prediction"]["seconds"].values())
+            lines.append(("time of the run", f"about {_span(whole)} at most, {s['steps']:,} steps"))
     lines.append(("run directory", s.get("run_dir")))
     return [(label, str(text)) for label, text in lines if text is not None]
+
+
+def _span(seconds: float) -> str:
+    """
+    >>> _span(42), _span(400), _span(5400)
+    ('42 s', '7 min', '1.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _weights(kinds: dict[str, int]) -> str:

@@ -272,12 +272,7 @@ class View:
         self._step = step
         values = "  ".join(f"{label} {value}" for label, value in numbers(news))
         self._left_out = f"step {step}/{self._total}  {values}  {self._eta(step, now)}".rstrip()
-        if (
-            self._printed is None
-            or evaluated
-            or step >= self._total
-            or now - self._printed >= self.plain_seconds
-        ):
+        if self._printed is None or evaluated or now - self._printed >= self.plain_seconds:
             self._print_step()
 
     def _print_step(self) -> None:
@@ -332,6 +327,7 @@ class View:
         self._print(Text("\n".join(lines)), soft_wrap=True)
 
     def stop(self) -> None:
+        self._print_step()
         self._activity = None
         if self._live:
             self._show()

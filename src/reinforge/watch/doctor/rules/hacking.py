@@ -32,9 +32,8 @@ def _one_answer(history: RunHistory) -> Trouble | None:
         "reward_hacking",
         f"One and the same text is {late.mean:.0%} of the answers to different prompts, and the"
         f" reward rose from {rewards[0].mean:.3g} to {rewards[1].mean:.3g} meanwhile: the reward"
-        " pays for something that is not the task.",
-        "Read the samples, and make the reward read the answer; hold rows out (data.eval) whose"
-        " reward cannot be had that way.",
+        " may pay for something that is not the task.",
+        "Read the samples. If that text is no answer, make the reward read the answer.",
         since=late.steps[0],
         evidence=(change(early, late), change(*rewards)),
     )
