@@ -7,6 +7,7 @@ import asyncio
 from typing import Any
 
 from helpers.bigram_stub import BigramStub
+from helpers.ledger_gpus import SERVER, ServerLedger
 
 STARTED_AS = "sglang.launch_server"  # the module that the dialect starts, which this one replaces
 NOT_FOUND = (404, {"detail": "Not Found"})
@@ -19,6 +20,7 @@ class SglangStub(BigramStub):
         self.path = args.model_path
         self.version = "default"
         self.memory: set[str] = {"weights", "kv_cache"}
+        self.ledger = ServerLedger()
 
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "memory": sorted(self.memory), "args": vars(self.args)}
@@ -59,6 +61,7 @@ class SglangStub(BigramStub):
                 return 200, await self.generate(body)
             case "/health_generate":
                 await self.write("HEALTH_CHECK", [1], {"max_new_tokens": 1})
+                self.ledger.event("is ready")
                 return 200, ""
             case "/model_info":
                 return 200, {
@@ -73,14 +76,17 @@ class SglangStub(BigramStub):
                 self.abort()
             case "/release_memory_occupation":
                 self.memory -= set(body["tags"])
+                self.ledger.resize("sleeps", 0)
             case "/resume_memory_occupation":
                 self.memory |= set(body["tags"])
+                self.ledger.resize("wakes", SERVER)
             case _:
                 return NOT_FOUND
         return 200, ""
 
     async def generate(self, body: dict[str, Any]) -> Any:
         if isinstance(body["input_ids"][0], int):
+            self.ledger.event("scores")
             return await self.write("one", body["input_ids"], body["sampling_params"])
         asked = zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True)
         return list(await asyncio.gather(*(self.write(*one) for one in asked)))
@@ -94,6 +100,7 @@ class SglangStub(BigramStub):
             }
         assert body["flush_cache"]
         self.load(body["model_path"])
+        self.ledger.event(f"loads {body['weight_version']}")
         self.path = body["model_path"]
         self.version = body["weight_version"]
         return 200, {

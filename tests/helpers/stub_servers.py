@@ -20,6 +20,8 @@ import torch
 from helpers.paths import TESTS
 from helpers.toys import VOCABULARY, make_module
 from reinforge.config.engine import SERVERS, EngineConfig, ServerFacts
+from reinforge.config.server_devices import ServerPlacement
+from reinforge.core.gpu_room import Release, nothing_to_release
 from reinforge.core.weights import Weights
 from reinforge.engines.served.dialect import ServerSetup
 from reinforge.engines.served.engine import ServedEngine
@@ -84,9 +86,11 @@ class StubServers:
         env: dict[str, str] | None = None,
         device: str = "cpu",
         stop_tokens: Sequence[int] = (2,),
+        placed: ServerPlacement | None = None,
         **options: Any,
     ) -> ServerSetup:
-        """`options`: of the section `engine`."""
+        """`options`: of the section `engine`. `placed`: default: colocated."""
+        where = placed or ServerPlacement(colocated=True)
         if not options.get("address"):
             own = {
                 "PYTHONPATH": os.pathsep.join([str(self.folder / "site"), str(TESTS)]),
@@ -105,11 +109,15 @@ class StubServers:
             vocabulary=VOCABULARY,
             stop_tokens=tuple(stop_tokens),
             seed=3,
+            colocated=where.colocated,
+            devices=where.devices,
         )
 
-    def engine(self, **settings: Any) -> ServedEngine:
+    def engine(self, release: Release = nothing_to_release, **settings: Any) -> ServedEngine:
         """As `setup` is told."""
-        made = make_served(self.setup(**settings), lambda tokens: bigram(self.table(), tokens))
+        made = make_served(
+            self.setup(**settings), lambda tokens: bigram(self.table(), tokens), release
+        )
         self.engines.append(made)
         return made
 

@@ -122,6 +122,29 @@ def test_log_probs_are_the_trainers(pair: ModelAndEngine, temperature: float) ->
         assert len(done.tokens) == 24 and done.stop is Stop.LENGTH and set(done.versions) == {0}
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_and_wake_are_understood(pair: ModelAndEngine, level: int) -> None:
+    """On a CPU vLLM gives nothing back, so we never ask; but its scheduler stands still and goes on
+    as on a GPU.
+    """
+    [replica] = pair.engine.replicas
+    http = replica.http
+    assert http is not None and pair.engine.setup.sleep_level == 0
+
+    async def work() -> None:
+        [before] = await pair.engine.generate(PROMPT, FREE, key=5)
+        await pair.engine.dialect.sleep(http, level)
+        assert (await http.post("/reinforge/status"))["asleep"]
+        await pair.engine.dialect.wake(http, level)
+        assert not (await http.post("/reinforge/status"))["asleep"]
+        if level == 2:
+            await pair.engine.update(pair.weights, 0)
+        [after] = await pair.engine.generate(PROMPT, FREE, key=5)
+        assert after.tokens == before.tokens
+
+    run(work())
+
+
 def test_greedy_is_the_native_engines(pair: ModelAndEngine) -> None:
     greedy = Sampling(20, 0.0)
     native = NativeEngine(pair.model, stop_tokens=[2], kv_gib=0.01)

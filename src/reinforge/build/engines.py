@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-
-import torch
 
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.memory_model import moment_bytes
@@ -15,11 +11,10 @@ from reinforge.build.constraints import rollout_constraint
 from reinforge.build.inputs import ModelInputs
 from reinforge.build.policy import load_policy, move_to_device
 from reinforge.build.served import setup_of, trainer_score
+from reinforge.build.shared_gpus import SharedGpus
 from reinforge.cluster.data_parallel import DataParallelEngine
-from reinforge.config.engine import SERVERS
 from reinforge.config.rollout import SpeculationConfig
 from reinforge.config.rules.facts import opposed
-from reinforge.config.schema import Config
 from reinforge.core.engine import Engine
 from reinforge.core.kv_pool import DeviceShare
 from reinforge.engines.native import NativeEngine
@@ -27,7 +22,7 @@ from reinforge.engines.native.drafts import Speculation
 from reinforge.engines.served.make import make_served
 from reinforge.models.answer_form import AnswerForm
 from reinforge.models.causal import CausalModel
-from reinforge.models.load import pick_device, stop_tokens
+from reinforge.models.load import stop_tokens
 
 
 def native_engine(
@@ -81,10 +76,17 @@ def engine_of(
     cfg = inputs.cfg
     stops = _stops(inputs, model)
     if cfg.rollout.engine != "native":
+        gpus = SharedGpus(cfg, ranks)
         setup = setup_of(
-            cfg, model, stops, context=inputs.context, longest=inputs.longest, saved=saved
+            cfg,
+            model,
+            stops,
+            context=inputs.context,
+            longest=inputs.longest,
+            saved=saved,
+            gpus=gpus,
         )
-        return make_served(setup, trainer_score(model))
+        return make_served(setup, trainer_score(model), gpus.release)
     if ranks is not None:
         move_to_device(model, cfg.model)
     size = 1 if ranks is None else ranks.size
@@ -114,34 +116,3 @@ def _engine_of_rank(inputs: ModelInputs, stops: frozenset[int], ranks: int) -> N
     assert isinstance(model, CausalModel)
     move_to_device(model, inputs.cfg.model)
     return native_engine(inputs, model, stops, ranks=ranks)
-
-
-def keeps_memory(cfg: Config) -> bool:
-    """Whether a server holds its share of the trainer's GPU all the time."""
-    server = cfg.rollout.engine
-    if server == "native" or cfg.engine.devices or cfg.engine.address:
-        return False
-    return cfg.engine.sleep == "never" or not SERVERS[server].sleeps
-
-
-@contextmanager
-def room_for_engine(cfg: Config) -> Iterator[None]:
-    """Inside, the share of the GPU that a colocated server will hold all the time is taken: whoever
-    looks at what is free finds the rest.
-    """
-    held = None
-    if keeps_memory(cfg):
-        device = pick_device(cfg.model.device)
-        if device.type == "cuda":
-            free, whole = torch.cuda.mem_get_info(device)
-            held = torch.empty(
-                min(int(free * 0.9), int(whole * cfg.engine.memory)),
-                dtype=torch.uint8,
-                device=device,
-            )
-    try:
-        yield
-    finally:
-        if held is not None:
-            del held
-            torch.cuda.empty_cache()

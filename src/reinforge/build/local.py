@@ -10,10 +10,11 @@ from typing import Any
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.teachers import Teachers
 from reinforge.build.critic_model import critic_section, load_critic
-from reinforge.build.engines import answer_form, engine_of, room_for_engine
+from reinforge.build.engines import answer_form, engine_of
 from reinforge.build.inputs import ModelInputs
 from reinforge.build.policy import compiles, host_memory, load_for_rank, load_policy
 from reinforge.build.ranks import backend_on_ranks, ranks_of, sharded_checkpoints
+from reinforge.build.shared_gpus import room_for_servers
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import Config
 from reinforge.config.train import TrainConfig
@@ -104,18 +105,19 @@ class LocalFactories:
         if ranks is None:
             if isinstance(policy, CausalModel):
                 policy.form = answer_form(inputs, policy)
-            with room_for_engine(cfg):
+            with room_for_servers(cfg):
                 return LocalBackend(policy, cfg.train, **settings)
         value_head = policy.value_head is not None
-        return backend_on_ranks(cfg.train.backend)(
-            ranks,
-            partial(load_for_rank, cfg, scores=inputs.scores, value_head=value_head),
-            cfg.train,
-            full=policy,
-            compiled=compiles(cfg.model),
-            sharded=sharded_checkpoints(cfg),
-            **settings,
-        )
+        with room_for_servers(cfg):
+            return backend_on_ranks(cfg.train.backend)(
+                ranks,
+                partial(load_for_rank, cfg, scores=inputs.scores, value_head=value_head),
+                cfg.train,
+                full=policy,
+                compiled=compiles(cfg.model),
+                sharded=sharded_checkpoints(cfg),
+                **settings,
+            )
 
     def make_engine(self, inputs: ModelInputs, policy: PackedModel) -> Engine:
         assert isinstance(policy, CausalModel), f"a {type(policy).__name__} generates nothing"

@@ -17,6 +17,7 @@ from reinforge.backends.memory_model import GIB, CachePool
 from reinforge.backends.roofline import Machine, StepWork
 from reinforge.config.rules.facts import opposed
 from reinforge.config.schema import Config
+from reinforge.config.server_devices import stays_awake
 from reinforge.core.kv_pool import KEEP, DeviceShare, stays
 from reinforge.core.model_facts import ModelFacts
 
@@ -127,6 +128,8 @@ def predict(
         parts["generate"]["kv"] = cache.bytes
         if cache.stays:
             parts["train"] |= {"kv": cache.bytes, "fp8": parts["generate"]["fp8"]}
+    elif rl:
+        _add_server(cfg, machine, parts)
     seconds = {
         "train": roofline.train_seconds(facts, machine, work),
         "generate": roofline.generate_seconds(facts, machine, work),
@@ -213,6 +216,20 @@ def _cache(
         stays=machine.kind == "cpu"
         or stays(pool.bytes + parts["generate"]["fp8"], machine.memory, beside),
     )
+
+
+def _add_server(cfg: Config, machine: Machine, parts: dict[str, dict[str, int]]) -> None:
+    """The share of a server on the GPU of the one process that trains: it generates, and training
+    keeps what it has.
+    """
+    for work in ("head", "prefill", "kv"):
+        parts["generate"].pop(work)
+    beside = machine.kind == "cuda" and not cfg.engine.devices and not cfg.engine.address
+    if beside and cfg.train.backend == "local":
+        share = int(cfg.engine.memory * machine.memory)
+        parts["generate"]["server"] = share
+        if stays_awake(cfg):
+            parts["train"]["server"] = share
 
 
 def _gib(parts: dict[str, int]) -> dict[str, float]:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reinforge.build.shared_gpus import SharedGpus
 from reinforge.config.schema import Config
+from reinforge.config.server_devices import ServerPlacement
 from reinforge.core.batch import Batch
 from reinforge.core.files import readable_as_usual
 from reinforge.core.sample import Sample
@@ -34,9 +36,14 @@ def setup_of(
     context: int,
     longest: int,
     saved: str | None,
+    gpus: SharedGpus | None = None,
 ) -> ServerSetup:
-    """What the servers are told. Plain values: they may be started by another process."""
+    """What the servers are told. Plain values: they may be started by another process.
+
+    `gpus`: of those who train. None: nobody does where the servers are.
+    """
     folder = Path(cfg.run.dir)
+    placed = ServerPlacement(tuple(cfg.engine.devices)) if gpus is None else gpus.placement(cfg)
     device = pick_device(cfg.model.device).type if not cfg.engine.devices else "cuda"
     return ServerSetup(
         kind=cfg.rollout.engine,
@@ -52,7 +59,9 @@ def setup_of(
         max_batch=cfg.rollout.max_batch,
         kv_gib=cfg.rollout.kv_gib,
         seed=seed_of(cfg.run.seed, "engine"),
-        colocated=not cfg.engine.devices and not cfg.engine.address,
+        colocated=placed.colocated,
+        devices=placed.devices,
+        gpu="" if gpus is None else gpus.own.name,
         routed=routed_layers(model) if cfg.train.router_replay != "off" else None,
     )
 

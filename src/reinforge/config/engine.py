@@ -58,6 +58,14 @@ SERVERS: dict[str, ServerFacts] = {
 }
 
 
+# options of servers that multiply their workers, in the words of vLLM and of SGLang
+PARALLEL = (
+    ("tensor-parallel-size", "tp-size", "tp"),
+    ("pipeline-parallel-size", "pp-size", "pp"),
+    ("data-parallel-size", "dp-size", "dp"),
+)
+
+
 def is_remote(address: str) -> bool:
     """Whether the server at this address is, or may be, on another host.
 
@@ -101,8 +109,9 @@ class EngineConfig(Section):
     devices: list[str] = Field(
         [],
         description=(
-            "CUDA_VISIBLE_DEVICES of each replica, e.g. ['1', '2,3']. Default: the trainer's own"
-            " (colocated)."
+            "CUDA_VISIBLE_DEVICES of each replica, e.g. ['1', '2,3']. Default: those of all trainer"
+            " ranks on this machine, shared out evenly. On a trainer's GPU servers sleep while it"
+            " trains."
         ),
     )
     channel: Literal["auto", "ipc", "memory", "disk", "api"] = Field(
@@ -120,9 +129,9 @@ class EngineConfig(Section):
     sleep: Literal["auto", "never", "cache", "all"] = Field(
         "auto",
         description=(
-            "What a colocated engine gives back while training. cache: the KV cache (weights wait"
-            " in host memory). all: weights too, they are sent again. auto: cache on the trainer's"
-            " GPU, never elsewhere."
+            "What servers on trainers' GPUs give back while training. cache: the KV cache (weights"
+            " wait in host memory). all: weights too, they are sent again. auto: cache where one is"
+            " on a trainer's GPU, else never."
         ),
     )
     seeded: bool = Field(
@@ -188,4 +197,32 @@ class EngineConfig(Section):
                 f"devices: {len(self.devices)} are given for {self.replicas} replicas; give one for"
                 " each"
             )
+        workers = workers_of(self)
+        for own in self.devices:
+            if len(gpus_of(own)) < workers:
+                raise ValueError(
+                    f"devices: {own!r} are {len(gpus_of(own))} GPUs for a replica of {workers}"
+                    " workers; name one for each"
+                )
         return self
+
+
+def gpus_of(devices: str) -> list[str]:
+    """
+    >>> gpus_of("2, 3")
+    ['2', '3']
+    """
+    return [name.strip() for name in devices.split(",") if name.strip()]
+
+
+def workers_of(engine: EngineConfig) -> int:
+    """Processes of one server, each of which has a GPU.
+
+    >>> workers_of(EngineConfig(args={"tensor_parallel_size": 4, "pipeline-parallel-size": 2}))
+    8
+    """
+    args = {name.strip("-").replace("_", "-"): value for name, value in engine.args.items()}
+    found = 1
+    for names in PARALLEL:
+        found *= int(next((args[name] for name in names if name in args), 1))
+    return found

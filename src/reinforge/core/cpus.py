@@ -58,6 +58,14 @@ def visible_gpu(index: int) -> int:
     return int(names[index]) if index < len(names) and names[index].strip().isdigit() else -1
 
 
+def visible_name(index: int) -> str:
+    """What CUDA_VISIBLE_DEVICES of another process here must say for the GPU that this one calls
+    `index`.
+    """
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return names[index].strip() if index < len(names) else str(index)
+
+
 def bind(cpus: set[int]) -> set[int]:
     """Binds every thread of this process to those of the cores that it may use, and what it starts
     later with it. Returns them; none: nothing was changed.
@@ -117,6 +125,11 @@ def _numa_nodes(root: Path) -> dict[int, set[int]]:
         if cpus := cpu_list((folder / "cpulist").read_text()):
             nodes[int(folder.name.removeprefix("node"))] = cpus
     return nodes
+
+
+def gpus_here(root: Path = ROOT) -> int:
+    """NVIDIA GPUs of this machine, seen by this process or not; 0 also where it does not tell."""
+    return len(_gpu_nodes(root))
 
 
 def _gpu_nodes(root: Path) -> list[int]:

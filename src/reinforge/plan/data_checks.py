@@ -29,6 +29,7 @@ from reinforge.plan.outside import (
     check_model,
     check_other_models,
     check_ranks,
+    check_servers,
 )
 from reinforge.plan.prediction import Expectation, predict_plan
 from reinforge.plan.preflight import PlanReport, tell_stage
@@ -86,6 +87,7 @@ def _check_rows(
     tell_stage("looking for engines and ranks")
     check_engine(config, report)
     check_ranks(config, report)
+    check_servers(config, report)
     tell_stage("scoring gold answers")
     check_rewards(config, train, report)
     return plan

@@ -14,8 +14,9 @@ from pathlib import Path
 from reinforge.build.environments import mixture_of
 from reinforge.build.limits import episode_tokens
 from reinforge.build.ranks import ranks_here
+from reinforge.build.shared_gpus import planned_placement, trainer_gpus
 from reinforge.config import architectures
-from reinforge.config.engine import SERVERS
+from reinforge.config.engine import SERVERS, workers_of
 from reinforge.config.model import ModelConfig
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
@@ -117,6 +118,30 @@ def check_engine(config: Config, report: PlanReport) -> None:
             f"{engine.python} has no {package}.",
             f"Install it there, or name a Python that has {package}.",
         )
+
+
+def check_servers(config: Config, report: PlanReport) -> None:
+    """Which GPUs the servers would have here. Warnings, as of ranks: the machine that plans need
+    not be the one that trains. Under Ray actors start them, where their GPUs are.
+    """
+    engine = config.engine
+    if config.rollout.engine == "native" or engine.address or config.cluster.kind == "ray":
+        return
+    try:
+        placed = planned_placement(config)
+        gpus = trainer_gpus(config)
+    except InputError as error:
+        report.warnings.append(f"on this machine {error}")
+        return
+    idle = [gpu for gpu in gpus if not placed.on(gpu)]
+    if idle and placed.colocated and not engine.devices:
+        most = len(gpus) // workers_of(engine)
+        if most > engine.replicas:
+            report.warn(
+                "engine.replicas",
+                f"{len(idle)} of the trainer's {len(gpus)} GPUs generate nothing.",
+                f"Set it to {most}.",
+            )
 
 
 def check_model(config: Config, report: PlanReport) -> None:

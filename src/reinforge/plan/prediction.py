@@ -104,16 +104,22 @@ def predict_plan(cfg: Config, report: PlanReport, options: PlanOptions) -> Expec
     if options.deep:  # which proves it, and says what would help
         return found
     if most > found.usable_gib:
+        server = "Lower engine.memory, train" if _beside_server(prediction, phase) else "Train"
         note(
             "memory",
             f"{phase} is expected to take {most:.1f} GiB, and {machine.name} has"
             f" {machine.memory / GIB:.1f}.",
-            "Train an adapter (adapter.rank=16), set model.gradient_checkpointing=true or"
+            f"{server} an adapter (adapter.rank=16), set model.gradient_checkpointing=true or"
             " train.optimizer.offload=true, or use a smaller model.",
         )
     elif not holds_one(prediction):
         note("rollout.kv_gib", no_cache(prediction), CACHE_FIX)
     return found
+
+
+def _beside_server(prediction: dict[str, Any], phase: str) -> bool:
+    """Whether a server has its share of the GPU in this phase."""
+    return "server" in prediction["memory_gib"][phase]
 
 
 def holds_one(prediction: dict[str, Any]) -> bool:

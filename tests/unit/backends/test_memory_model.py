@@ -459,6 +459,24 @@ def test_a_prediction_has_every_part(make: Callable[..., Config]) -> None:
     )
 
 
+def test_a_prediction_has_the_share_of_a_server_beside_the_trainer(
+    make: Callable[..., Config],
+) -> None:
+    """While it generates, training keeps its weights and moments; where it never sleeps, always."""
+
+    def parts(*overrides: str) -> dict[str, dict[str, float]]:
+        cfg = make("run", "grpo", "rollout.engine=vllm", "engine.memory=0.5", *overrides)
+        found: dict[str, dict[str, float]] = predict(cfg, SMALL, H200, (256.0, 256))["memory_gib"]
+        return found
+
+    asleep, awake = parts(), parts("engine.sleep=never")
+    assert asleep["generate"]["server"] == pytest.approx(0.5 * 139.8, rel=1e-3)
+    assert asleep["generate"].keys() == {"weights", "optimizer", "server", "peak"}
+    assert "server" not in asleep["train"] and "server" not in parts("engine.devices=['1']")
+    assert awake["train"]["server"] == asleep["generate"]["server"]
+    assert "server" not in parts("train.backend=fsdp")["generate"]  # a rank's part is not predicted
+
+
 def test_a_prediction_says_what_the_cache_holds(make: Callable[..., Config]) -> None:
     """0.5B: 512 sequences of 1,280 tokens are 7.5 GiB, which is little. With 32,768 tokens all of
     them are 193 GiB: the cache takes nine tenths of what the weights, the optimizer and the work of

@@ -226,6 +226,7 @@ DOUBTFUL: list[Overrides] = [
     ("model.exact=true", "algorithm.correction.name=tis"),
     ("model.exact=true", "algorithm.old=recompute"),
     ("rollout.speculation.when=tail", "rollout.structured.regex=a+"),
+    (VLLM, "engine.sleep=cache", "rollout.staleness=1"),
     ("algorithm.name=rloo", "rollout.staleness=2"),
     ("algorithm.old=recompute", "rollout.staleness=2"),
     ("algorithm.dynamic_sampling=true", "rollout.staleness=1"),

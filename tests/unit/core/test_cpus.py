@@ -91,6 +91,7 @@ def test_a_process_stays_near_its_gpu(tmp_path: Path) -> None:
     assert cpus.numa_cpus([0, 1], 0, 2, root) == node_0 | node_1
     # not known: anywhere
     assert cpus.numa_cpus([7], 0, 8, root) == cpus.numa_cpus([-1], 0, 8, root) == set()
+    assert cpus.gpus_here(root) == 3 and cpus.gpus_here(tmp_path / "other") == 0
 
 
 def test_which_gpu_a_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +99,10 @@ def test_which_gpu_a_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [cpus.visible_gpu(i) for i in range(2)] == [0, 1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,GPU-12ab")
     assert [cpus.visible_gpu(i) for i in range(4)] == [4, 6, -1, -1]
+    # for another process of the machine
+    assert [cpus.visible_name(i) for i in range(3)] == ["4", "6", "GPU-12ab"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert [cpus.visible_name(i) for i in range(2)] == ["0", "1"]
 
 
 def test_without_gpus_processes_are_spread_over_the_memory(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_the_environment_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
     cfg = EngineConfig(
         python=str(python), devices=["3"], env={"PYTHONPATH": "/theirs", "MORE": "2"}
     )
-    engine = make_served(setup(tmp_path, cfg=cfg, colocated=False))
+    engine = make_served(setup(tmp_path, cfg=cfg, colocated=False, devices=("3",)))
     with pytest.raises(InputError, match="Error: seen"):
         run(engine.generate([1], Sampling(1), key=0))
     engine.close()

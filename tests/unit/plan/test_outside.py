@@ -8,13 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from reinforge.build import ranks
+from reinforge.build import ranks, shared_gpus
 from reinforge.config.load import config_from_dict
 from reinforge.config.schema import Config
 from reinforge.core.sample import Row
 from reinforge.data.sources import train_and_eval_rows
-from reinforge.plan.outside import check_engine, check_env, check_heads, check_ranks
+from reinforge.plan.outside import (
+    check_engine,
+    check_env,
+    check_heads,
+    check_ranks,
+    check_servers,
+)
 from reinforge.plan.preflight import PlanReport
 
 ENVS = """
@@ -184,3 +191,38 @@ def test_episodes_hold_out_the_rows_after_those_of_training(model: Path, tmp_pat
     train, held_out = train_and_eval_rows(cfg.data)
     assert [row.id for row in train] == [str(i) for i in range(8)]
     assert [row.prompt for row in held_out] == [f"episode {i}" for i in range(8, 12)]
+
+
+def test_gpus_of_servers(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of four GPUs, of which ranks have all."""
+    gpus = ["4", "5", "6", "7"]
+    monkeypatch.setattr(shared_gpus, "visible", lambda: gpus)
+    monkeypatch.setattr(shared_gpus, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(shared_gpus, "ranks_here", lambda cfg: 4)
+
+    def told(backend: str = "fsdp", **engine: Any) -> list[str]:
+        report = PlanReport()
+        check_servers(
+            config(
+                model,
+                tmp_path,
+                rewards=[{"name": "exact_number"}],
+                train={"steps": 1, "backend": backend},
+                rollout={"engine": "vllm", "max_new_tokens": 8},
+                engine=engine,
+            ),
+            report,
+        )
+        assert report.ok
+        return report.warnings
+
+    assert told(replicas=4) == [] == told(replicas=2, args={"tensor-parallel-size": 2})
+    assert told(devices=["3"]) == [] == told("local") == told("local", replicas=4)
+    [idle] = told()
+    assert "engine.replicas: 3 of the trainer's 4 GPUs generate nothing. Set it to 4." in idle
+    [large] = told(args={"tensor-parallel-size": 8})
+    assert "on this machine engine.args: a server of 8 workers" in large
+    [shares] = told(replicas=8, memory=0.6)
+    assert "2 servers are on GPU 4, each with 0.6" in shares
+    [channel] = told(replicas=4, channel="api")
+    assert "engine.channel: weights that GPU 4 has cannot be opened by a server on GPU 5" in channel

@@ -69,6 +69,8 @@ def setup_of(device: str = "cpu", **options: Any) -> ServerSetup:
         context=128,
         vocabulary=64,
         colocated=not options.get("address"),
+        devices=tuple(options.get("devices", ())),
+        gpu="0",
     )
 
 
@@ -93,4 +95,6 @@ def test_handles_are_for_one_worker_on_the_same_gpu() -> None:
     assert backend() == "reinforge_group"
     assert backend(device="cuda", args={"tensor_parallel_size": 2}) == "reinforge_group"
     assert backend(device="cuda", devices=["1"]) == "reinforge_group"
+    assert backend(device="cuda", replicas=2, devices=["0", "0"]) == "ipc"
+    assert backend(device="cuda", replicas=2, devices=["0", "1"]) == "reinforge_group"
     assert "--weight-transfer-config" not in make_dialect("vllm").command(setup_of(), "python", 1)

@@ -296,5 +296,11 @@ DOUBTS = (
         "answers of a given form are decoded without drafts, so none will be guessed",
         "leave one of them out",
     ),
+    Rule(
+        "engine.sleep",
+        lambda c: c.engine.sleep in ("cache", "all") and c.rollout.staleness > 0,
+        "with rollout.staleness {engine} generates while the policy trains, and never sleeps",
+        "leave one of them out",
+    ),
     OPEN_SERVER,
 )

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from reinforge.config import megatron
-from reinforge.config.engine import SERVERS
+from reinforge.config.engine import SERVERS, gpus_of
 from reinforge.config.rules.table import Problem
 from reinforge.config.sections import Sections
+from reinforge.core.cpus import gpus_here
 
 
 def missing(config: Sections) -> Iterator[Problem]:
@@ -41,6 +42,7 @@ def _engine(config: Sections) -> Iterator[Problem]:
         )
     if engine.address:
         return
+    yield from _devices(config)
     package = SERVERS[kind].package
     if engine.python is None and find_spec(package) is None:
         yield Problem(
@@ -53,6 +55,19 @@ def _engine(config: Sections) -> Iterator[Problem]:
             "engine.python",
             f"no such program: {engine.python}",
             f"Give the path of a Python that has {package}.",
+        )
+
+
+def _devices(config: Sections) -> Iterator[Problem]:
+    """GPUs by number, where the machine tells how many it has. Under Ray servers are elsewhere."""
+    count = gpus_here()
+    named = {gpu for devices in config.engine.devices for gpu in gpus_of(devices)}
+    absent = sorted(int(gpu) for gpu in named if gpu.isdigit() and int(gpu) >= count)
+    if absent and count and config.cluster.kind != "ray":
+        yield Problem(
+            "engine.devices",
+            f"there is no GPU {absent[0]}: this machine has {count}, from 0.",
+            "Name GPUs that are there, or leave it out to share the trainer's.",
         )
 
 

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from reinforge.config.engine import SERVERS, EngineConfig
+from reinforge.config.engine import SERVERS, EngineConfig, gpus_of, workers_of
 from reinforge.core.engine import Sampling
 from reinforge.core.routes import RoutedLayers
 from reinforge.engines.served.http import ServerClient
@@ -70,24 +70,31 @@ class ServerSetup:
     max_batch: int = 512
     kv_gib: float | None = None
     seed: int = 0
-    colocated: bool = True  # on the trainer's own device
+    colocated: bool = True  # on GPUs of trainers
+    # CUDA_VISIBLE_DEVICES of each replica; none: what the process that starts them sees
+    devices: tuple[str, ...] = ()
+    gpu: str = ""  # of the process that sends weights, in the same words
     # where a server tells which experts its tokens went to; never without `ServerFacts.routes`
     routed: RoutedLayers | None = None
 
     @property
     def near(self) -> bool:
-        """Whether the server is one process on the trainer's own GPU, which can open its memory."""
-        workers = (
-            int(given_options(self).get(f"{kind}-parallel-size", 1))
-            for kind in ("tensor", "pipeline", "data")
-        )
+        """Whether every server is one process on the sender's own GPU, which can open its
+        memory.
+        """
         return (
             self.device == "cuda"
             and self.colocated
-            and not self.cfg.devices
+            and all(devices == self.gpu for devices in self.devices)
             and not self.cfg.address
-            and max(workers) == 1
+            and workers_of(self.cfg) == 1
         )
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether servers share a GPU: each measures what is free when it starts."""
+        gpus = [gpu for devices in self.devices for gpu in gpus_of(devices)]
+        return len(gpus) > len(set(gpus))
 
     @property
     def sleep_level(self) -> int:

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
-
-import torch
 
 from reinforge.config.engine import SERVERS
 from reinforge.core.engine import Completion, GenerationStats, Sampling
 from reinforge.core.errors import InputError
+from reinforge.core.gpu_room import Release, nothing_to_release
 from reinforge.core.routes import RoutedLayers
 from reinforge.core.sample import Stop
 from reinforge.core.seeds import seed_of
@@ -29,6 +29,7 @@ from reinforge.engines.served.dialect import Dialect, SampleOutput, SampleReques
 from reinforge.engines.served.http import ServerClient, ServerDown, ServerFault
 from reinforge.engines.served.replica import Replica
 from reinforge.engines.served.transfer import WeightTransfer
+from reinforge.engines.served.turns import MemoryTurns
 from reinforge.weights.probe import Scorer
 
 T = TypeVar("T")
@@ -93,6 +94,7 @@ class EventLoopState:
         # weights on their way: an update, or those of a replica that comes back; servers have room
         # for one
         self.moving = asyncio.Lock()
+        self.starting = asyncio.Lock()  # of servers that share a GPU: one after the other
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def once(self, name: str, make: Awaitable[None]) -> None:
@@ -115,10 +117,17 @@ class ServedEngine:
 
     streaming = None
 
-    def __init__(self, setup: ServerSetup, dialect: Dialect, score: Scorer | None = None):
+    def __init__(
+        self,
+        setup: ServerSetup,
+        dialect: Dialect,
+        score: Scorer | None = None,
+        release: Release = nothing_to_release,
+    ):
         """Starts the servers; they are waited for when they are needed.
 
-        `score`: the trainer's own log-probs, for the proof of an update.
+        `score`: the trainer's own log-probs, for the proof of an update. `release`: empties the
+        allocators of all trainers on the servers' GPUs.
         """
         self.setup = setup
         self.dialect = dialect
@@ -134,9 +143,10 @@ class ServedEngine:
             Replica(i, setup, dialect) for i in range(len(setup.cfg.address) or setup.cfg.replicas)
         ]
         self.transfer = WeightTransfer(setup, dialect, score)
+        self.memory = MemoryTurns(release)
         self.router = PrefixRouter()
         self._state: EventLoopState | None = None
-        for replica in self.replicas:
+        for replica in self.replicas[: 1 if setup.in_turn else None]:
             replica.start()
 
     def _here(self) -> EventLoopState:
@@ -206,12 +216,19 @@ class ServedEngine:
         """
         here = self._here()
         start = time.monotonic()
-        await self._awake()
-        await self._all_up()
+        if not self.asleep:
+            await self._all_up()  # who starts looks at what is free
+        # in a thread: what is being generated goes on. Who sleeps goes on sleeping, so that the
+        # trainer has its memory for the gather and for its side of the proof
+        fresh = await asyncio.to_thread(self.transfer.publish, weights, version)
+        try:
+            await self._awake()
+            await self._all_up()
+        except BaseException:
+            fresh.channel.close()
+            raise
         async with here.moving:
             up = [(r, r.life) for r in self.replicas if r.up]
-            # in a thread: what is being generated goes on
-            fresh = await asyncio.to_thread(self.transfer.publish, weights, version)
             await asyncio.gather(*(self._or_lost(r, self.transfer.stage(r, fresh)) for r, _ in up))
             here.gate.clear()
             try:
@@ -253,13 +270,7 @@ class ServedEngine:
             else min(1, self.setup.sleep_level)
         )
         if level and not self.asleep:
-            await asyncio.gather(
-                *(
-                    self._or_lost(r, self.dialect.sleep(_of(r), level))
-                    for r in self.replicas
-                    if r.up
-                )
-            )
+            await self.memory.give(self._each(lambda http: self.dialect.sleep(http, level)))
             self.asleep = level
             self.router.forget()
             if level == 2:
@@ -389,9 +400,10 @@ class ServedEngine:
         """Up, and serving the current weights."""
         try:
             if not replica.up:
-                if replica.process is None or not replica.process.alive:
-                    replica.start()
-                await replica.ready()
+                async with self._here().starting if self.setup.in_turn else nullcontext():
+                    if replica.process is None or not replica.process.alive:
+                        replica.start()
+                    await replica.ready()
             async with self._here().moving:
                 current = self.transfer.published
                 if current is None:
@@ -442,17 +454,14 @@ class ServedEngine:
             await self._here().once("wake", self._wake_all())
 
     async def _wake_all(self) -> None:
-        if self.setup.colocated and torch.cuda.is_available():
-            # what the trainer's allocator only keeps is room for the cache
-            torch.cuda.empty_cache()
-        await asyncio.gather(
-            *(
-                self._or_lost(r, self.dialect.wake(_of(r), self.asleep))
-                for r in self.replicas
-                if r.up
-            )
-        )
+        await self.memory.take()
+        await self._each(lambda http: self.dialect.wake(http, self.asleep))
         self.asleep = 0
+
+    async def _each(self, ask: Callable[[ServerClient], Awaitable[None]]) -> None:
+        """The same of all servers that are up, at the same time."""
+        up = [r for r in self.replicas if r.up]
+        await asyncio.gather(*(self._or_lost(r, ask(_of(r))) for r in up))
 
 
 def refuse_what_it_cannot(server: str, params: Sampling) -> None:

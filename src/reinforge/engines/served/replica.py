@@ -95,8 +95,8 @@ class Replica:
         env["PYTHONPATH"] = os.pathsep.join(
             part for part in (made.get("PYTHONPATH"), env.get("PYTHONPATH")) if part
         )
-        if cfg.devices:
-            env["CUDA_VISIBLE_DEVICES"] = cfg.devices[self.index]
+        if self.setup.devices:
+            env["CUDA_VISIBLE_DEVICES"] = self.setup.devices[self.index]
         self.http = ServerClient(f"http://127.0.0.1:{port}", key, self.dialect.unknown_path)
         self.process = ServerProcess(
             self.dialect.command(self.setup, python, port),

@@ -280,6 +280,7 @@ class ControlMiddleware:
             "running": self.running,
             "held": len(engine.output_processor.request_states),
             "sleeps": bool(config.model_config.enable_sleep_mode),
+            "asleep": bool(await engine.is_sleeping()),
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "logprobs": str(
                 getattr(
