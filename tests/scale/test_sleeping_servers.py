@@ -146,6 +146,10 @@ def test_ranks_leave_the_share_of_servers_that_stay_awake(ranks: Ranks) -> None:
     start = len(events())
     with shared_gpus.room_for_servers(config()):
         assert events()[start:] == []  # they sleep
+    awake = config(sleep="never")
+    split = awake.cluster.model_copy(update={"layout": "split"})
+    with shared_gpus.room_for_servers(awake.model_copy(update={"cluster": split})):
+        assert events()[start:] == []  # they have GPUs of their own
     with shared_gpus.room_for_servers(config(sleep="never", memory=0.3)):
         assert sorted(events()[start:]) == ["rank 0 holds 0.3", "rank 1 holds 0.3"]
     assert sorted(events()[start + 2 :]) == ["rank 0 holds 0", "rank 1 holds 0"]

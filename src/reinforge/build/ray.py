@@ -182,9 +182,9 @@ def inside_actor(inputs: ModelInputs) -> ModelInputs:
     run = inputs.cfg.run
     checkpoint = run.checkpoint.model_copy(update={"sharded": written_by_actors(inputs.cfg)})
     run = run.model_copy(update={"checkpoint": checkpoint})
-    return replace(
-        inputs, cfg=inputs.cfg.model_copy(update={"cluster": ClusterConfig(), "run": run})
-    )
+    # who trains must know whether servers will be beside it
+    cluster = ClusterConfig().model_copy(update={"layout": inputs.cfg.cluster.layout})
+    return replace(inputs, cfg=inputs.cfg.model_copy(update={"cluster": cluster, "run": run}))
 
 
 def inside_engine(inputs: ModelInputs) -> ModelInputs:

@@ -137,7 +137,7 @@ def room_for_servers(cfg: Config) -> Iterator[None]:
     """Inside, the share of every GPU that colocated servers will hold all the time is taken:
     whoever looks at what is free finds the rest.
     """
-    if not stays_awake(cfg):
+    if cfg.cluster.layout == "split" or not stays_awake(cfg):
         yield
         return
     gpus = SharedGpus(cfg, ranks_of(cfg))
