@@ -6,7 +6,8 @@ its own that imports nothing but this and the standard library. `StubServers` (s
 starts it.
 
 Environment: STUB_HANG: a file that, while it exists, stops all generation; STUB_STALE: new weights
-are reported as loaded and are not; STUB_HOLD: a file that, while it exists, holds every request
+are reported as loaded and are not; STUB_SLOW: a file that, while it exists, keeps a server from
+starting; STUB_HOLD: a file that, while it exists, holds every request
 that has HOLD_AT tokens, so that a test can act in the middle of an answer however slow the machine
 is.
 """
@@ -168,6 +169,8 @@ class BigramStub:
     # ---- HTTP ----
 
     async def listen(self, port: int) -> None:
+        while exists("STUB_SLOW"):
+            await asyncio.sleep(0.02)
         server = await asyncio.start_server(self._serve, "127.0.0.1", port)
         await server.serve_forever()
 

@@ -68,15 +68,17 @@ def bigram(table: torch.Tensor, tokens: Sequence[int], temperature: float = 1.0)
 class StubServers:
     """A trainer's module, and engines over servers of one kind that get its weights."""
 
-    def __init__(self, stub: Stub, folder: Path):
+    def __init__(self, stub: Stub, folder: Path, **changes: Any):
+        """`changes`: of the module's shape."""
         self.stub = stub
         self.folder = folder
-        self.module = make_module(spread=8.0)
+        self.module = make_module(spread=8.0, **changes)
         self.model = folder / "model"
         self.module.save_pretrained(self.model)
         stub.install(folder / "site")
         self.hold = folder / "hold"  # while it exists, every answer stops in its middle
         self.hang = folder / "hang"  # while it exists, nothing is generated
+        self.slow = folder / "slow"  # while it exists, no server starts
         self.numbers = itertools.count()
         self.engines: list[ServedEngine] = []
 
@@ -96,6 +98,7 @@ class StubServers:
                 "PYTHONPATH": os.pathsep.join([str(self.folder / "site"), str(TESTS)]),
                 "STUB_HOLD": str(self.hold),
                 "STUB_HANG": str(self.hang),
+                "STUB_SLOW": str(self.slow),
             }
             options["env"] = own | (env or {})
         return ServerSetup(

@@ -19,6 +19,7 @@ from reinforge.core.engine import Engine
 from reinforge.core.kv_pool import DeviceShare
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.native.drafts import Speculation
+from reinforge.engines.served.dialect import ServerSetup
 from reinforge.engines.served.make import make_served
 from reinforge.models.answer_form import AnswerForm
 from reinforge.models.causal import CausalModel
@@ -77,15 +78,7 @@ def engine_of(
     stops = _stops(inputs, model)
     if cfg.rollout.engine != "native":
         gpus = SharedGpus(cfg, ranks)
-        setup = setup_of(
-            cfg,
-            model,
-            stops,
-            context=inputs.context,
-            longest=inputs.longest,
-            saved=saved,
-            gpus=gpus,
-        )
+        setup = server_setup(inputs, model, saved, gpus)
         return make_served(setup, trainer_score(model), gpus.release)
     if ranks is not None:
         move_to_device(model, cfg.model)
@@ -94,6 +87,23 @@ def engine_of(
     if ranks is None or not cfg.rollout.all_ranks:
         return engine
     return DataParallelEngine(ranks, engine, partial(_engine_of_rank, inputs, stops, size))
+
+
+def server_setup(
+    inputs: ModelInputs, model: CausalModel, saved: str | None, gpus: SharedGpus | None = None
+) -> ServerSetup:
+    """What the servers of a run are told. `saved`: where the model was loaded from, if it was.
+    `gpus`: of those who train; None: nobody does where the servers are.
+    """
+    return setup_of(
+        inputs.cfg,
+        model,
+        _stops(inputs, model),
+        context=inputs.context,
+        longest=inputs.longest,
+        saved=saved,
+        gpus=gpus,
+    )
 
 
 def answer_form(inputs: ModelInputs, model: CausalModel) -> AnswerForm | None:

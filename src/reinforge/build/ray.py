@@ -14,10 +14,12 @@ from typing import Any, cast
 
 from reinforge.backends.distributed.ranks import current as current_ranks
 from reinforge.backends.teachers import Teachers
+from reinforge.build.engines import server_setup
 from reinforge.build.inputs import ModelInputs
 from reinforge.build.local import LocalFactories
 from reinforge.build.ranks import ON_RANKS, open_ranks
-from reinforge.cluster.actor import MODEL
+from reinforge.build.served import trainer_score
+from reinforge.cluster.actor import MODEL, SCORE
 from reinforge.cluster.backend import RemoteBackend
 from reinforge.cluster.engine import RemoteEngine
 from reinforge.cluster.ray_cluster import RayCluster
@@ -29,12 +31,15 @@ from reinforge.config.schema import Config
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Backend
 from reinforge.core.engine import Engine
+from reinforge.engines.served.dialect import ServerSetup
+from reinforge.engines.served.make import make_served
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import load_config
 from reinforge.models.packed import PackedModel
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.model import ModelReward
+from reinforge.weights.probe import Scorer
 
 # the objects of an actor, by name. The first three are also roles of the cluster
 POLICY = "policy"  # the backend that trains the policy
@@ -136,20 +141,45 @@ class RayFactories:
         )
 
     def make_engine(self, inputs: ModelInputs, policy: PackedModel) -> Engine:
-        colocated = _colocated(inputs.cfg)
-        if colocated:
-            worker_groups = [partial(self.cluster.workers, POLICY)]
-        else:
-            replicas = range(inputs.cfg.cluster.engines)
-            worker_groups = [partial(self._engine_workers, inputs, i) for i in replicas]
+        if _colocated(inputs.cfg):
+            return RemoteEngine(
+                self.cluster,
+                [partial(self.cluster.workers, POLICY)],
+                ENGINE,
+                make_engine_in_actor,
+                inside_actor(inputs),
+                shares=True,
+            )
+        if inputs.cfg.rollout.engine != "native":
+            return self._make_served(inputs)
+        replicas = range(inputs.cfg.cluster.engines)
         return RemoteEngine(
             self.cluster,
-            worker_groups,
+            [partial(self._engine_workers, inputs, i) for i in replicas],
             ENGINE,
             make_engine_in_actor,
-            inside_actor(inputs) if colocated else inside_engine(inputs),
-            shares=colocated,
+            inside_engine(inputs),
+            shares=False,
             reroutes=not _depends_on_the_batch(inputs.cfg, self.cluster),
+        )
+
+    def _make_served(self, inputs: ModelInputs) -> Engine:
+        """Actors that start servers and load nothing: what those are told is known where the model
+        is, and so is what proves their weights.
+        """
+        trainer = self.cluster.workers(POLICY)
+        setup: ServerSetup = trainer.apply(MODEL, setup_in_actor, inside_actor(inputs))
+        trainer.make(SCORE, make_score_in_actor)
+        replicas = range(inputs.cfg.cluster.engines)
+        return RemoteEngine(
+            self.cluster,
+            [partial(self.cluster.workers, ENGINE, i) for i in replicas],
+            ENGINE,
+            make_served_in_actor,
+            setup,
+            shares=False,
+            reroutes=True,  # by a server no run comes out to the bit
+            served=setup,
         )
 
     def _engine_workers(self, inputs: ModelInputs, replica: int) -> WorkerGroup:
@@ -164,10 +194,10 @@ def _colocated(cfg: Config) -> bool:
 
 def _depends_on_the_batch(cfg: Config, cluster: RayCluster) -> bool:
     """Whether a run comes out to the bit only if the same requests are computed together: what a
-    lost engine held must then wait for the new one. On a GPU, and by a server, no run does.
+    lost engine held must then wait for the new one. On a GPU no run does.
     """
     on_gpu = any(place.gpus for place in cluster.plan.places.get(ENGINE, ()))
-    return cfg.rollout.engine == "native" and not cfg.model.exact and not on_gpu
+    return not cfg.model.exact and not on_gpu
 
 
 def written_by_actors(cfg: Config) -> bool:
@@ -236,6 +266,21 @@ def make_backend_in_actor(
 
 def make_engine_in_actor(objects: dict[str, Any], inputs: ModelInputs) -> Engine:
     return LocalFactories().make_engine(inputs, objects[MODEL])
+
+
+def setup_in_actor(model: CausalModel, inputs: ModelInputs) -> ServerSetup:
+    """What servers of other actors are told of the trainer's model. Nothing else is on their
+    devices, so they never sleep.
+    """
+    return server_setup(inputs, model, inputs.cfg.model.path)
+
+
+def make_score_in_actor(objects: dict[str, Any]) -> Scorer:
+    return trainer_score(objects[MODEL])
+
+
+def make_served_in_actor(objects: dict[str, Any], setup: ServerSetup) -> Engine:
+    return make_served(setup)
 
 
 def make_critic_in_actor(

@@ -16,7 +16,6 @@ import os
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,9 @@ from reinforge.cluster.connect import ray
 from reinforge.core.cpus import bind, numa_cpus, threads_for
 from reinforge.core.errors import InputError, ReinforgeError
 
-MODEL = "model"  # the object that an engine in an actor of its own generates with
+# objects of an actor that its own methods use
+MODEL = "model"  # what an engine in an actor of its own generates with, if it does so itself
+SCORE = "score"  # the trainer's own log-probs, which servers elsewhere must find too
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Actor:
             os.chdir(cwd)  # names of files in a config are meant from there
         sys.path += [p for p in paths if p not in sys.path]
         self.objects: dict[str, Any] = {}
-        self._kept: list[Any] = []  # references to what was published last
+        self._kept: Any = None  # references to what was published last
 
     # ---- life ----
 
@@ -166,9 +167,32 @@ class Actor:
 
         try:
             named = trained_of(self.objects[name].weights())
-            self._kept = []  # one generation at a time; readers hold what they read
-            self._kept = [ray.put(pack(bucket)) for bucket in buckets_of(named)]
+            self._kept = None  # one generation at a time; readers hold what they read
+            self._kept = [ray.put(pack(bucket)) for bucket in buckets_of(named.items())]
             return ActorReply(pack(fingerprint(named)), refs=self._kept)
+        except Exception as error:
+            return _error_reply(error)
+
+    async def publish_served(self, name: str, setup: Any, number: int) -> ActorReply:
+        """The same as the servers of `setup` take them, which have no module to put them into
+        (`ServedWeights`), with what the trainer says about probe `number`.
+        """
+        from reinforge.cluster.served_weights import store
+        from reinforge.cluster.transport import pack
+
+        try:
+            base = self._kept.base if self._kept is not None else None
+            self._kept = None
+            weights = self.objects[name].weights()
+            self._kept = store(
+                weights,
+                setup,
+                number,
+                weights.probe or self.objects[SCORE],
+                lambda bucket: ray.put(pack(bucket)),
+                base,
+            )
+            return ActorReply(pack(None), refs=self._kept)
         except Exception as error:
             return _error_reply(error)
 
@@ -180,14 +204,27 @@ class Actor:
         from reinforge.cluster.transport import pack, unpack
 
         try:
-            began = time.monotonic()
             payloads = [await ref for ref in refs]
             named = {
                 key: tensor for payload in payloads for key, tensor in unpack(payload, views=True)
             }
             engine = self.objects[name]
             await engine.update(put_into(self.objects[MODEL].module, named, mark), version)
-            return ActorReply(pack(time.monotonic() - began))
+            return ActorReply(pack(dict(engine.measured)))
+        except Exception as error:
+            return _error_reply(error)
+
+    async def receive_served(self, name: str, sent: Any, version: int) -> ActorReply:
+        """New weights for an engine over servers: what is sent goes on to them, bucket by bucket,
+        and nothing of it stays in this process.
+        """
+        from reinforge.cluster.transport import pack, unpack
+
+        try:
+            engine = self.objects[name]
+            weights = sent.weights(lambda ref: unpack(ray.get(ref), views=True))
+            await engine.update(weights, version)
+            return ActorReply(pack(dict(engine.measured)))
         except Exception as error:
             return _error_reply(error)
 
@@ -202,7 +239,7 @@ class Actor:
         """Ready for another attempt at the run."""
         await self.end()
         self.objects.clear()
-        self._kept = []
+        self._kept = None
 
 
 def _devices() -> tuple[int, ...]:

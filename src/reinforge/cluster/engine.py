@@ -1,10 +1,11 @@
-"""An engine whose work is done by actors: the trainer's own, or several with a copy of the weights
-each.
+"""An engine whose work is done by actors: the trainer's own, or several, each with a copy of the
+weights or with servers that have one.
 
 Requests of one moment travel together and are dealt over the replicas, each to the one that has
 computed its beginning (engines/routing.py); answers come back as they are complete. A replica that
 is lost is made again with the newest weights. Draws are keyed, so what it held can be asked again:
-of the others at once, or of the new one where the last bits depend on what is computed together.
+of the others at once, or of the new one where the last bits depend on what is computed together. So
+is what an actor holds whose servers are gone, while it starts them again.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from typing import Any
 
 from reinforge.cluster.backend import RemoteBackend, RemoteWeights
 from reinforge.cluster.errors import ActorLost
-from reinforge.cluster.mailbox import Mailbox, MailboxReply, MailboxRequest
+from reinforge.cluster.mailbox import Mailbox, MailboxReply, MailboxRequest, ServersNotice
 from reinforge.cluster.ray_cluster import RayCluster
 from reinforge.cluster.worker_group import WorkerGroup
 from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.weights import Weights
 from reinforge.engines.routing import PrefixRouter
+from reinforge.engines.served.dialect import ServerSetup
+from reinforge.engines.served.engine import RESTARTS, ServedEngine
 
 MAILBOX = "mailbox"
+SendWeights = Callable[[WorkerGroup], Awaitable[dict[str, float]]]
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +63,13 @@ class EngineReplica:
     collectors: int = 0  # how many there were: the number of the newest
     failures: int = 0  # since the weights changed last
     lost: bool = False  # gone, and not there again
+    without_server: float | None = None  # since when the actor lives and its servers do not
     repair: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def works(self) -> bool:
+        """Whether what is sent there is computed at once."""
+        return not self.lost and self.without_server is None
 
     @property
     def collected(self) -> bool:
@@ -79,12 +89,12 @@ class RemoteEngine:
     Colocated: `worker_groups` is the trainer's, alone; otherwise they are the engines' own,
     `workers(i)` of the cluster, and may be lost without the run being lost. `reroutes`: what a lost
     one held is asked of the others; otherwise it waits for the new one and is computed together
-    with the same requests as before, to the bit.
+    with the same requests as before, to the bit. `served`: of the servers that the actors have in
+    place of a module.
     """
 
     stats = None  # the actors do not tell
     streaming = None
-    measured: Mapping[str, float] = {}
 
     def __init__(
         self,
@@ -95,18 +105,22 @@ class RemoteEngine:
         *args: Any,
         shares: bool,
         reroutes: bool = False,
+        served: ServerSetup | None = None,
     ):
         self.cluster = cluster
         self.name = name
         self.shares = shares
         self.reroutes = reroutes
+        self.served = served
+        self.measured: Mapping[str, float] = {}  # of the newest update
         self.router = PrefixRouter()
         self._make_workers = list(worker_groups)
         self._factory = factory
         self._args = args
         self._numbers = itertools.count()
         self._gathered: list[tuple[MailboxRequest, asyncio.Future[Any]]] = []
-        self._published: tuple[Any, str, int] | None = None  # references, fingerprint, version
+        self._probes = itertools.count()
+        self._newest: SendWeights | None = None  # to an actor
         self._state: dict[str, int] | None = None
         # at the same time: each loads a model or starts a server
         with ThreadPoolExecutor(len(self._make_workers)) as starting:
@@ -150,11 +164,11 @@ class RemoteEngine:
         self._deal([(request, future) for request, future in gathered if not future.done()])
 
     def _deal(self, gathered: Sequence[tuple[MailboxRequest, asyncio.Future[Any]]]) -> None:
-        """Sends each to one of the replicas; to those that are lost only if there is no other, and
-        then it waits there.
+        """Sends each to one of the replicas; to those that are lost or have no server only if there
+        is no other, and then it waits there.
         """
         parts: list[list[tuple[MailboxRequest, asyncio.Future[Any]]]] = [[] for _ in self.replicas]
-        there = [i for i, r in enumerate(self.replicas) if not (self.reroutes and r.lost)]
+        there = [i for i, r in enumerate(self.replicas) if r.works or not self.reroutes]
         loads = {i: self.replicas[i].load for i in there or range(len(self.replicas))}
         for request, future in gathered:
             prompt = request.args[0]
@@ -163,20 +177,27 @@ class RemoteEngine:
             parts[i].append((request, future))
             loads[i] += request.named.get("n", 1)
         for replica, part in zip(self.replicas, parts, strict=True):
-            if part:
-                batch = SentRequests(
-                    [request for request, _ in part],
-                    {request.number: future for request, future in part},
-                )
-                replica.sent.append(batch)
-                collected = replica.collected
-                if not collected:
-                    replica.collectors += 1
-                self._submit(replica, [batch])
-                if not collected:
-                    replica.collector = asyncio.get_running_loop().create_task(
-                        self._collect(replica)
-                    )
+            if part or replica.without_server is not None:
+                self._hand_over(replica, part)
+
+    def _hand_over(
+        self, replica: EngineReplica, part: Sequence[tuple[MailboxRequest, asyncio.Future[Any]]]
+    ) -> None:
+        """Sends it these, and sees to it that somebody of this event loop picks replies up: of one
+        without servers also the news that it has some again.
+        """
+        collected = replica.collected
+        if not collected:
+            replica.collectors += 1
+        if part:
+            batch = SentRequests(
+                [request for request, _ in part],
+                {request.number: future for request, future in part},
+            )
+            replica.sent.append(batch)
+            self._submit(replica, [batch])
+        if not collected:
+            replica.collector = asyncio.get_running_loop().create_task(self._collect(replica))
 
     def _submit(self, replica: EngineReplica, batches: Sequence[SentRequests]) -> None:
         for batch in batches:
@@ -188,8 +209,8 @@ class RemoteEngine:
                 replica.workers.send(MAILBOX, "cancel", [request.number])
 
     async def _collect(self, replica: EngineReplica) -> None:
-        """Picks answers up while anybody waits for some."""
-        while replica.sent:
+        """Picks answers up while anybody waits for some, or for its servers."""
+        while replica.sent or replica.without_server is not None:
             try:
                 for answer in (
                     await self._with_recovery(
@@ -200,7 +221,10 @@ class RemoteEngine:
                     )
                     or ()
                 ):
-                    self._settle(replica, answer)
+                    if isinstance(answer, ServersNotice):
+                        self._note_servers(replica, answer)
+                    else:
+                        self._settle(replica, answer)
             except Exception as error:
                 return self._fail(replica, error)
             replica.sent = [batch for batch in replica.sent if batch.open]
@@ -254,10 +278,7 @@ class RemoteEngine:
         began = time.monotonic()
         self.cluster.note("actor_lost", role=lost.role, how=lost.how)
         replica.lost = True
-        if self.reroutes:
-            self.router.forget(self.replicas.index(replica))
-            if not all(r.lost for r in self.replicas):
-                self._reroute(replica)
+        self._reroute(replica)
         replica.failures += 1
         if replica.failures > self.cluster.cfg.restarts:
             raise ActorLost(
@@ -268,9 +289,10 @@ class RemoteEngine:
         replica.workers = await asyncio.to_thread(
             self._replace, self.replicas.index(replica), replica.workers
         )
-        if self._published is not None:
-            await replica.workers.ask("receive", self.name, *self._published)
+        if self._newest is not None:
+            await self._newest(replica.workers)
         replica.lost = False
+        replica.without_server = None
         replica.sent = [batch for batch in replica.sent if batch.open]
         self._submit(replica, replica.sent)
         held = sum(not future.done() for batch in replica.sent for future in batch.waiting.values())
@@ -279,11 +301,33 @@ class RemoteEngine:
         )
 
     def _reroute(self, replica: EngineReplica) -> None:
-        """What it held goes to the others, now: a new one has its model to load."""
+        """What it held goes to the others, now: a new one, or its new servers, have a model to
+        load. Where there are no others, or the same requests are to be computed together again, it
+        waits.
+        """
+        if not self.reroutes:
+            return
+        self.router.forget(self.replicas.index(replica))
+        if not any(r.works for r in self.replicas):
+            return
         held = [pair for batch in replica.sent for pair in batch.unanswered()]
         replica.sent = []
+        if not replica.lost:
+            replica.workers.send(MAILBOX, "cancel", [request.number for request, _ in held])
         self.cluster.note("requests_rerouted", role=replica.workers.role, requests=len(held))
         self._deal(held)
+
+    def _note_servers(self, replica: EngineReplica, notice: ServersNotice) -> None:
+        """The actor lives, and has no server left; or has one again."""
+        role = replica.workers.role
+        since = replica.without_server
+        if notice.serving and since is not None:
+            replica.without_server = None
+            self.cluster.note("servers_restored", role=role, seconds=time.monotonic() - since)
+        elif not notice.serving and since is None:
+            replica.without_server = time.monotonic()
+            self.cluster.note("servers_lost", role=role)
+            self._reroute(replica)
 
     def _replace(self, i: int, old: WorkerGroup) -> WorkerGroup:
         old.stop()
@@ -303,19 +347,28 @@ class RemoteEngine:
         self.router.forget()  # the caches are dropped
         if self.shares:
             return await self.replicas[0].workers.acall(MAILBOX, "update", source.name, version)
-        refs, mark = await source.workers.ask("publish", source.name)
-        self._published = published = (refs, mark, version)
+        self._newest = await self._publish(source, version)
         for replica in self.replicas:
             replica.failures = 0
-        await self._each(lambda workers: workers.ask("receive", self.name, *published))
+        self.measured = _together(await self._each(self._newest))
+
+    async def _publish(self, source: RemoteBackend, version: int) -> SendWeights:
+        """The newest weights in the object store, and how an actor gets them from there."""
+        if self.served is None:
+            refs, mark = await source.workers.ask("publish", source.name)
+            return lambda workers: workers.ask("receive", self.name, refs, mark, version)
+        number = next(self._probes)
+        sent, _ = await source.workers.ask("publish_served", source.name, self.served, number)
+        return lambda workers: workers.ask("receive_served", self.name, sent, version)
 
     # ---- the rest of the contract ----
 
     async def sleep(self) -> None:
         await self._each(lambda workers: workers.acall(self.name, "sleep"))
 
-    async def _each(self, work: Callable[[WorkerGroup], Awaitable[Any]]) -> None:
-        await asyncio.gather(*(self._with_recovery(replica, work) for replica in self.replicas))
+    async def _each(self, work: Callable[[WorkerGroup], Awaitable[Any]]) -> list[Any]:
+        works = (self._with_recovery(replica, work) for replica in self.replicas)
+        return list(await asyncio.gather(*works))
 
     def state(self) -> dict[str, int]:
         state: dict[str, int] = self.replicas[0].workers.call(self.name, "state")
@@ -329,6 +382,20 @@ class RemoteEngine:
 
     def close(self) -> None:
         """The actors end with the cluster."""
+
+
+def _together(found: Sequence[Mapping[str, float] | None]) -> dict[str, float]:
+    """What replicas measured, as if they were one: the worst of each, and all restarts.
+
+    >>> _together([{"weights/seconds": 2.0, "engine/restarts": 1.0}, None, {"engine/restarts": 2.0}])
+    {'engine/restarts': 3.0, 'weights/seconds': 2.0}
+    """
+    told = [measured for measured in found if measured]  # not by one that was lost meanwhile
+    names = sorted({name for measured in told for name in measured})
+    by_name = {name: [measured[name] for measured in told if name in measured] for name in names}
+    return {
+        name: sum(values) if name == RESTARTS else max(values) for name, values in by_name.items()
+    }
 
 
 # ---- in the actor ----
@@ -348,4 +415,8 @@ class SharedMailbox(Mailbox):
 
 
 def _mailbox(objects: dict[str, Any], name: str) -> Mailbox:
-    return SharedMailbox(objects[name], objects)
+    engine = objects[name]
+    made = SharedMailbox(engine, objects)
+    if isinstance(engine, ServedEngine):
+        engine.on_serving = made.note_servers
+    return made

@@ -36,6 +36,15 @@ class MailboxReply:
     error: BaseException | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ServersNotice:
+    """That an engine over servers has none left, or has one again. `RemoteEngine` takes it with the
+    replies, and sends requests elsewhere meanwhile.
+    """
+
+    serving: bool
+
+
 class Mailbox:
     """The requests of one engine in an actor. `RemoteEngine` has one made in each of its actors,
     submits requests to it and takes the replies.
@@ -44,7 +53,7 @@ class Mailbox:
     def __init__(self, engine: Engine):
         self.engine = engine
         self._running: dict[int, asyncio.Task[Any]] = {}
-        self._ready: list[MailboxReply] = []
+        self._ready: list[MailboxReply | ServersNotice] = []
         self._cancelled: set[int] = set()  # before they came
         self._newest = -1
         self._any = asyncio.Event()
@@ -78,6 +87,13 @@ class Mailbox:
             found = MailboxReply(request.number, None, reported)
         finally:
             self._running.pop(request.number, None)
+        self._put(found)
+
+    def note_servers(self, serving: bool) -> None:
+        """The engine tells of its servers; whoever takes replies hears of it."""
+        self._put(ServersNotice(serving))
+
+    def _put(self, found: MailboxReply | ServersNotice) -> None:
         self._ready.append(found)
         self._any.set()
 
@@ -90,7 +106,7 @@ class Mailbox:
             if self._waiting:
                 self._any.set()
 
-    async def take(self, seconds: float, reader: int = 0) -> list[MailboxReply]:
+    async def take(self, seconds: float, reader: int = 0) -> list[MailboxReply | ServersNotice]:
         """What is complete and was not taken; waits for at least one, for so long at most."""
         self._replies_to(reader)
         self._waiting += 1

@@ -5,7 +5,7 @@ checked on arrival.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,11 +34,11 @@ def trained_of(weights: Weights) -> dict[str, Tensor]:
 
 
 def buckets_of(
-    named: Mapping[str, Tensor], size: int = BUCKET
+    pairs: Iterable[tuple[str, Tensor]], size: int = BUCKET
 ) -> Iterator[list[tuple[str, Tensor]]]:
     bucket: list[tuple[str, Tensor]] = []
     room = size
-    for name, tensor in named.items():
+    for name, tensor in pairs:
         nbytes = tensor.numel() * tensor.element_size()
         if bucket and nbytes > room:
             yield bucket

@@ -53,6 +53,12 @@ class StoppedByPolicy(ReinforgeError):
     exit_code = EXIT_STOPPED
 
 
+class WeightMismatch(ReinforgeError):
+    """The engine does not serve what the trainer has. `compare` (weights/probe.py) raises it with
+    the likeliest reason, and the run ends.
+    """
+
+
 class Terminated(ReinforgeError):
     """SIGTERM or Ctrl-C arrived and a checkpoint was saved. `Run` raises it; the command line ends
     with its exit code.

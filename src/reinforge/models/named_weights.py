@@ -5,7 +5,7 @@ time, with the adapter in them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +75,25 @@ def low_rank(module: nn.Module) -> dict[str, LowRankUpdate] | None:
         )
         found[f"{name}.weight"] = LowRankUpdate(a, b)
     return found
+
+
+def low_rank_pairs(found: Mapping[str, LowRankUpdate]) -> Iterator[tuple[str, Tensor]]:
+    """`NAME/a` and `NAME/b` of every weight: an adapter as it travels."""
+    for name, (a, b) in found.items():
+        yield f"{name}/a", a
+        yield f"{name}/b", b
+
+
+def added(
+    base: Iterable[tuple[str, Tensor]], low: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights below an adapter with the adapter in them, rounded once: what `named_weights`
+    gives of the module that has both.
+    """
+    for name, weight in base:
+        if f"{name}/a" in low:
+            weight = (weight.float() + low[f"{name}/b"] @ low[f"{name}/a"]).to(weight.dtype)
+        yield name, weight
 
 
 def _stored_as_computed(plain: Any, found: dict[str, Tensor]) -> bool:

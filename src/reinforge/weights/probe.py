@@ -13,6 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from reinforge.core.errors import WeightMismatch
+from reinforge.core.weights import ProbeScores
+
+LENGTH = 48  # tokens of a probe
 # [T] log-probs at temperature 1 of each token; 0 at position 0
 Scorer = Callable[[Sequence[int]], Tensor]
 # mean |Δ|; bfloat16 rounds: 0.02 is its usual noise
@@ -20,13 +24,7 @@ TOLERANCE = {"float32": 2e-3, "bfloat16": 0.15, "float16": 0.05}
 HEAD = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # of logits of a tied head, relative
 
 
-class WeightMismatch(RuntimeError):
-    """The engine does not serve what the trainer has. `compare` raises it with the likeliest
-    reason, and the run ends.
-    """
-
-
-def probe_tokens(vocabulary: int, length: int = 48, number: int = 0) -> list[int]:
+def probe_tokens(vocabulary: int, length: int = LENGTH, number: int = 0) -> list[int]:
     """Tokens that are the same for every run, spread over the vocabulary. Those of another `number`
     begin otherwise: no engine has them in a cache.
 
@@ -35,6 +33,19 @@ def probe_tokens(vocabulary: int, length: int = 48, number: int = 0) -> list[int
     """
     stride = max(1, int(vocabulary * 0.6180339887) | 1) if vocabulary > 1000 else 19
     return [(3 + 7 * number + i * stride) % vocabulary for i in range(length)]
+
+
+def probe_of(vocabulary: int, context: int, number: int) -> list[int]:
+    """The probe of an update, as long as the model's context allows."""
+    return probe_tokens(vocabulary, min(LENGTH, context // 2), number)
+
+
+def scores_of(score: Scorer, vocabulary: int, context: int, number: int) -> ProbeScores:
+    """What the trainer says about the probe of this update, and about the next one."""
+    want, ahead = (
+        score(probe_of(vocabulary, context, n)).float().cpu() for n in (number, number + 1)
+    )
+    return ProbeScores(number, want, ahead)
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ def test_weights_arrive_whole_or_not_at_all() -> None:
     mark = fingerprint(named)
     assert mark != fingerprint(trained_of(Weights("shared", module=target.module)))
     size = 4096
-    parts = list(buckets_of(named, size))
+    parts = list(buckets_of(named.items(), size))
     assert [name for part in parts for name, _ in part] == list(named)
     assert (
         all(sum(t.numel() * 4 for _, t in part) <= size or len(part) == 1 for part in parts)

@@ -182,6 +182,7 @@ BROKEN: dict[str, list[Overrides]] = {
         ),
     ],
     "Engines": [
+        ("rollout.engine=vllm", "engine.channel=api", "cluster={kind: ray, layout: split}"),
         ("rollout.precision=fp8", "model.exact=true"),
         ("rollout.precision=fp8", "adapter={kind: qlora}"),
         ("rollout.precision=fp8", "algorithm.name=xpo"),

@@ -204,6 +204,12 @@ def _fp8_products(config: Sections) -> bool:
 
 RULES = (
     Rule(
+        "engine.channel",
+        lambda c: c.cluster.layout == "split" and c.engine.channel in ("ipc", "api"),
+        "in a split layout weights arrive in the host memory of the engine's actor",
+        "use auto, memory or disk",
+    ),
+    Rule(
         "rollout.precision",
         lambda c: _fp8_products(c) and c.model.exact,
         "products in FP8 are added up in another order for another number of rows, so log-probs"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from reinforge.config.engine import SERVERS
 from reinforge.core.engine import Completion, GenerationStats, Sampling
@@ -35,6 +35,7 @@ from reinforge.weights.probe import Scorer
 T = TypeVar("T")
 RESENDS = 4  # of one request, to replicas that die of it
 STARTS = 3  # of one replica, that fail one after the other
+RESTARTS = "engine/restarts"  # a metric
 
 
 @dataclass(slots=True)
@@ -95,9 +96,9 @@ class EventLoopState:
         # for one
         self.moving = asyncio.Lock()
         self.starting = asyncio.Lock()  # of servers that share a GPU: one after the other
-        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.tasks: dict[str, asyncio.Task[Any]] = {}
 
-    async def once(self, name: str, make: Awaitable[None]) -> None:
+    async def once(self, name: str, make: Awaitable[Any]) -> None:
         """The same work for everybody who asks for it now.
 
         Who stops waiting does not stop it for the others.
@@ -137,6 +138,9 @@ class ServedEngine:
         self.measured: dict[str, float] = {}  # of the newest update, for the step's metrics
         self.restarts = 0
         self.asleep = 0  # the level at which they sleep
+        # told when no server is left, and whenever one serves again: who has other engines may ask
+        # these meanwhile
+        self.on_serving: Callable[[bool], None] | None = None
         self._waiting = 0
         self._since = 0.0
         self.replicas = [
@@ -256,7 +260,7 @@ class ServedEngine:
         errors = [check.error for check in checks if check is not None]
         self.measured = {
             "weights/seconds": time.monotonic() - start,
-            "engine/restarts": float(self.restarts),
+            RESTARTS: float(self.restarts),
         }
         self.measured |= {"weights/probe_error": max(errors)} if errors else {}
 
@@ -381,6 +385,11 @@ class ServedEngine:
             replica.stop()
             self.router.forget(replica.index)
             self.restarts += 1
+            if self.on_serving is not None and not any(r.up for r in self.replicas):
+                self.on_serving(False)
+                # whoever waits here may leave: one is brought back all the same
+                back = asyncio.ensure_future(self._here().once("back", self._free()))
+                back.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def _or_lost(self, replica: Replica, work: Awaitable[T]) -> T | None:
         """What the replica answers; None, and the replica lost, where it died of it.
@@ -412,6 +421,8 @@ class ServedEngine:
                     await self.transfer.stage(replica, current)
                     await self.transfer.commit(replica, current)
             replica.failures = 0
+            if self.on_serving is not None:
+                self.on_serving(True)
         except (ServerDown, InputError) as error:
             replica.failures += 1
             replica.stop()

@@ -6,23 +6,31 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from reinforge.config.engine import is_remote
-from reinforge.core.weights import Weights
+from reinforge.core.weights import ProbeScores, Weights
 from reinforge.engines.served.dialect import Dialect, ServerSetup
 from reinforge.engines.served.http import ServerFault
 from reinforge.engines.served.replica import Replica
-from reinforge.models.named_weights import LowRankUpdate, base_weights, low_rank, named_weights
+from reinforge.models.named_weights import (
+    added,
+    base_weights,
+    low_rank,
+    low_rank_pairs,
+    named_weights,
+)
 from reinforge.weights.files import AdapterChannel, FileChannel, SafetensorsChannel
 from reinforge.weights.group import GroupChannel, GroupLink
 from reinforge.weights.ipc import IpcChannel, usable
-from reinforge.weights.probe import ProbeCheck, Scorer, compare, probe_tokens
+from reinforge.weights.probe import ProbeCheck, Scorer, compare, probe_of, scores_of
 
 Channel = FileChannel | IpcChannel | GroupChannel
 
@@ -54,7 +62,7 @@ class WeightTransfer:
         self.kind = self._kind()
         self.published: PublishedWeights | None = None  # what replicas serve
         # what an adapter is added to
-        self.base: tuple[weakref.ref[torch.nn.Module], FileChannel] | None = None
+        self.base: tuple[Any, FileChannel] | None = None  # and whose weights these are
         self.note = ""
         self.links: dict[int, tuple[int, GroupLink]] = {}  # by replica, with the life it is of
 
@@ -69,7 +77,7 @@ class WeightTransfer:
 
     def tokens(self, number: int) -> list[int]:
         """The probe of one update."""
-        return probe_tokens(self.setup.vocabulary, min(48, self.setup.context // 2), number)
+        return probe_of(self.setup.vocabulary, self.setup.context, number)
 
     @torch.no_grad()
     def publish(self, weights: Weights, version: int) -> PublishedWeights:
@@ -85,33 +93,39 @@ class WeightTransfer:
             # handles of merged weights: nothing travels
             channel = IpcChannel()
             pairs = self.pairs(weights)
-        elif (low := self._low_rank(weights)) is not None and weights.module is not None:
-            channel = AdapterChannel(self._base(weights.module), self._root)
-            pairs = (
-                pair
-                for name, (a, b) in low.items()
-                for pair in ((f"{name}/a", a), (f"{name}/b", b))
-            )
+        elif (low := self._low_rank(weights)) is not None:
+            channel = AdapterChannel(self._base(weights), self._root)
+            pairs = low
         else:
             channel = self._files()
             pairs = self.pairs(weights)
         channel.publish(pairs, version)
-        score = weights.probe or self.score
-        number = 0 if self.published is None else self.published.number + 1
-        want, ahead = (
-            None if score is None else score(self.tokens(n)).float().cpu()
-            for n in (number, number + 1)
-        )
-        return PublishedWeights(channel, version, number, want, ahead)
+        scores = weights.scores or self._scores(weights)
+        if scores is None:
+            return PublishedWeights(channel, version, self._next, None, None)
+        return PublishedWeights(channel, version, scores.number, scores.want, scores.ahead)
 
-    def _low_rank(self, weights: Weights) -> dict[str, LowRankUpdate] | None:
+    @property
+    def _next(self) -> int:
+        """The number of the next probe."""
+        return 0 if self.published is None else self.published.number + 1
+
+    def _scores(self, weights: Weights) -> ProbeScores | None:
+        """What the trainer, in this process, says about the probe."""
+        score = weights.probe or self.score
+        if score is None:
+            return None
+        return scores_of(score, self.setup.vocabulary, self.setup.context, self._next)
+
+    def _low_rank(self, weights: Weights) -> Iterator[tuple[str, Tensor]] | None:
         """The adapter, where it can travel alone."""
-        alone = (
-            weights.kind == "shared"
-            and weights.module is not None
-            and "adapter" in self.dialect.channels
-        )
-        return low_rank(weights.module) if alone and weights.module is not None else None
+        if "adapter" not in self.dialect.channels:
+            return None
+        if weights.kind == "adapter":
+            assert weights.buckets is not None, "an adapter without its numbers"
+            return weights.buckets()
+        found = None if weights.module is None else low_rank(weights.module)
+        return None if found is None else low_rank_pairs(found)
 
     @property
     def _root(self) -> Path | None:
@@ -124,19 +138,22 @@ class WeightTransfer:
             else SafetensorsChannel(self._root, Path(self.setup.model))
         )
 
-    def _base(self, module: torch.nn.Module) -> FileChannel:
+    def _base(self, weights: Weights) -> FileChannel:
         """The weights below an adapter, published once: afterwards only the adapter travels."""
-        if self.base is None or self.base[0]() is not module:
+        whose = weights.base.fingerprint if weights.base else weakref.ref(_module(weights))
+        if self.base is None or self.base[0] != whose:
             channel = FileChannel(self._root)
-            channel.publish(self._cast(base_weights(module)), 0)
-            self.base = (weakref.ref(module), channel)
+            channel.publish(self._cast(_below(weights)()), 0)
+            self.base = (whose, channel)
         return self.base[1]
 
     def pairs(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """In the precision that the engine computes in."""
         if weights.kind == "shared":
-            assert weights.module is not None
-            found = named_weights(weights.module)
+            found = named_weights(_module(weights))
+        elif weights.kind == "adapter":
+            assert weights.buckets is not None, "an adapter without its numbers"
+            found = added(_below(weights)(), dict(weights.buckets()))
         else:
             assert weights.buckets is not None, f"weights of kind {weights.kind} without buckets"
             found = weights.buckets()
@@ -238,3 +255,16 @@ class WeightTransfer:
         if self.base is not None:
             self.base[1].close()
             self.base = None
+
+
+def _module(weights: Weights) -> torch.nn.Module:
+    assert weights.module is not None, f"weights of kind {weights.kind} have no module to read"
+    return weights.module
+
+
+def _below(weights: Weights) -> Callable[[], Iterator[tuple[str, Tensor]]]:
+    """What an adapter is added to."""
+    if weights.base is None:
+        return partial(base_weights, _module(weights))
+    assert weights.base.buckets is not None, "an adapter without what it is added to"
+    return weights.base.buckets
