@@ -387,7 +387,7 @@ class RemoteEngine:
 def _together(found: Sequence[Mapping[str, float] | None]) -> dict[str, float]:
     """What replicas measured, as if they were one: the worst of each, and all restarts.
 
-    >>> _together([{"weights/seconds": 2.0, "engine/restarts": 1.0}, None, {"engine/restarts": 2.0}])
+    >>> _together([{"weights/seconds": 2.0, "engine/restarts": 1.0}, None, {"engine/restarts": 2}])
     {'engine/restarts': 3.0, 'weights/seconds': 2.0}
     """
     told = [measured for measured in found if measured]  # not by one that was lost meanwhile
