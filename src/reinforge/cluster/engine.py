@@ -130,7 +130,7 @@ class RemoteEngine:
     def _open(self, i: int) -> WorkerGroup:
         workers = self._make_workers[i]()
         workers.make(self.name, self._factory, *self._args)
-        workers.make(MAILBOX, _mailbox, self.name)
+        workers.make(MAILBOX, _mailbox, self.name, self.reroutes)
         return workers
 
     # ---- requests ----
@@ -414,9 +414,9 @@ class SharedMailbox(Mailbox):
         await self.engine.update(self.objects[backend].weights(), version)
 
 
-def _mailbox(objects: dict[str, Any], name: str) -> Mailbox:
+def _mailbox(objects: dict[str, Any], name: str, reroutes: bool) -> Mailbox:
     engine = objects[name]
     made = SharedMailbox(engine, objects)
-    if isinstance(engine, ServedEngine):
+    if reroutes and isinstance(engine, ServedEngine):
         engine.on_serving = made.note_servers
     return made

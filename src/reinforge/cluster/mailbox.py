@@ -90,7 +90,8 @@ class Mailbox:
         self._put(found)
 
     def note_servers(self, serving: bool) -> None:
-        """The engine tells of its servers; whoever takes replies hears of it."""
+        """The engine tells of its servers; whoever takes replies hears the newest."""
+        self._ready = [found for found in self._ready if not isinstance(found, ServersNotice)]
         self._put(ServersNotice(serving))
 
     def _put(self, found: MailboxReply | ServersNotice) -> None:
