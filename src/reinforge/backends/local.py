@@ -24,18 +24,11 @@ from reinforge.backends.microbatch import (
 from reinforge.backends.oom import OomRecovery, fit_to_budget, memory_errors
 from reinforge.backends.optimizer import MasterOptimizer, learning_rate
 from reinforge.backends.reference import ReferencePolicy
-from reinforge.backends.teachers import Teachers
+from reinforge.backends.teachers import OF_TEACHERS, Teachers, teacher_streams
 from reinforge.checkpoint.tensors import CheckpointTensors, within
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.train import TrainConfig
-from reinforge.core.backend import (
-    TEACHER_IDS,
-    TEACHER_LOGPROBS,
-    Loss,
-    State,
-    Stateful,
-    TrainedTokens,
-)
+from reinforge.core.backend import Loss, State, Stateful, TrainedTokens
 from reinforge.core.batch import Batch, Totals, rejoin
 from reinforge.core.errors import InputError
 from reinforge.core.metrics import LossMetrics, StepMetrics
@@ -186,14 +179,8 @@ class LocalBackend:
         if "reference" in needs:
             assert self.reference is not None, "this backend was made without a reference"
             batch.streams["reference"] = self.reference.logprobs(moved, self.temperature).cpu()
-        if "teacher" in needs:
-            assert self.teachers is not None, "this backend was made without a teacher"
-            batch.streams["teacher"] = self.teachers.logprobs(moved, self.temperature).cpu()
-        if TEACHER_LOGPROBS in needs:
-            assert self.teachers is not None, "this backend was made without a teacher"
-            # a server tells log-probs at temperature 1 and no others: config/rules
-            ids, logprobs = self.teachers.best(moved, self.teachers.k, 1.0)
-            batch.streams |= {TEACHER_IDS: ids.cpu(), TEACHER_LOGPROBS: logprobs.cpu()}
+        if needs & OF_TEACHERS:
+            batch.streams |= teacher_streams(self.teachers, moved, needs, self.temperature)
         if "values_after" in needs:
             batch.streams["values_after"] = self.model.values(moved, after=True).cpu()
         if "values" in needs:

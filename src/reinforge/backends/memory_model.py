@@ -262,6 +262,19 @@ def training(
     }
 
 
+def frozen(f: ModelFacts, tokens: int, device: str = "cuda", ranks: int = 1) -> dict[str, int]:
+    """Bytes of each part of a model that only tells log-probs, where it is cut over `ranks`: a pass
+    without gradient over `tokens`, whose layers leave nothing behind.
+    """
+    elements = min(tokens * f.vocab, HEAD_ELEMENTS[device])
+    return {
+        "weights": f.parameters() * f.itemsize // ranks,
+        "activations": tokens * sum(saved(f).values()),
+        "head": elements * (f.itemsize + (0 if device == "cuda" else 5 * FLOAT)),
+        **({"libraries": LIBRARIES} if device == "cpu" else {}),
+    }
+
+
 def generation(
     f: ModelFacts,
     kv: int,

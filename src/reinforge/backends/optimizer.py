@@ -67,8 +67,8 @@ class MasterOptimizer:
         self._start(cfg)
 
     def _start(self, cfg: OptimizerConfig) -> None:
-        # by torch's classes; several where a weight's kind decides
-        self.updates: list[Optimizer] = make_updates(self.masters, cfg)
+        # by torch's classes; several where a weight's kind decides, none for a frozen model
+        self.updates: list[Optimizer] = make_updates(self.masters, cfg) if self.masters else []
 
     @staticmethod
     def _into(master: Tensor):  # type: ignore[no-untyped-def]

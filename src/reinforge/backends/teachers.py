@@ -20,10 +20,14 @@ from reinforge.models import head
 from reinforge.models.causal import CausalModel
 from reinforge.models.divergence import GivenLogits, chunked_divergence
 
+# the streams that teachers fill
+OF_TEACHERS = frozenset({"teacher", TEACHER_IDS, TEACHER_LOGPROBS})
+
 
 class TeacherModel(Protocol):
-    """One teacher, wherever it is: `LocalTeacher` here, or a model behind a server
-    (`engines/served_teacher.py`). `Teachers` asks it.
+    """One teacher, wherever it is: `LocalTeacher` here, a model behind a server
+    (`engines/served_teacher.py`), or in actors of its own (`cluster/frozen.py`). `Teachers` asks
+    it.
     """
 
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
@@ -77,7 +81,8 @@ class Teachers:
     backend asks it.
 
     `twins`: where a teacher has another tokenizer, the same texts in its tokens, by the uid of the
-    student's sample. `k`: how many of a teacher's best tokens a loss wants before every step.
+    student's sample. `k`: how many of a teacher's best tokens a loss wants before every step, and
+    `temperature`: at which, where that is not 1.
     """
 
     def __init__(
@@ -86,12 +91,22 @@ class Teachers:
         weights: Sequence[float],
         twins: Mapping[str, Sample] | None = None,
         k: int = 0,
+        temperature: float = 1.0,
     ):
         assert len(members) == len(weights) > 0
         self.members = list(members)
         self.weights = [w / sum(weights) for w in weights]
         self.twins = twins
         self.k = k
+        self.temperature = temperature
+
+    def everyone(self) -> list[TeacherModel]:
+        """All teachers, in the order of the configuration."""
+        return list(self.members)
+
+    def place(self, move: Callable[[TeacherModel], TeacherModel]) -> None:
+        """Puts another teacher in the place of each: the same model, elsewhere."""
+        self.members = [move(member) for member in self.members]
 
     @property
     def models(self) -> list[CausalModel]:
@@ -175,10 +190,18 @@ class DomainTeachers(Teachers):
     `domain` of a batch says which.
     """
 
-    def __init__(self, teachers: Sequence[Teachers], k: int = 0):
+    def __init__(self, teachers: Sequence[Teachers], k: int = 0, temperature: float = 1.0):
         self.of = list(teachers)
         self.twins = None
         self.k = k
+        self.temperature = temperature
+
+    def everyone(self) -> list[TeacherModel]:
+        return [member for teachers in self.of for member in teachers.everyone()]
+
+    def place(self, move: Callable[[TeacherModel], TeacherModel]) -> None:
+        for teachers in self.of:
+            teachers.place(move)
 
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
         out = torch.zeros(batch.n_trained, device=batch.targets.device)
@@ -218,6 +241,22 @@ class DomainTeachers(Teachers):
                 yield teachers, batch, places
             elif len(places):
                 yield teachers, batch.of(batch.sequence[places].unique().tolist()), places
+
+
+def teacher_streams(
+    teachers: Teachers | None, batch: Batch, needs: frozenset[str], temperature: float
+) -> dict[str, Tensor]:
+    """What a batch is to know of its teachers before it is trained, in host memory: their log-probs
+    of its tokens at `temperature`, or their likeliest tokens.
+    """
+    assert teachers is not None, "this backend was made without a teacher"
+    found = {}
+    if "teacher" in needs:
+        found["teacher"] = teachers.logprobs(batch, temperature).cpu()
+    if TEACHER_LOGPROBS in needs:
+        ids, logprobs = teachers.best(batch, teachers.k, teachers.temperature)
+        found |= {TEACHER_IDS: ids.cpu(), TEACHER_LOGPROBS: logprobs.cpu()}
+    return found
 
 
 def divergence_to(

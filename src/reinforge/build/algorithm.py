@@ -12,7 +12,6 @@ from reinforge.algorithms.losses.distillation import DistillationLoss
 from reinforge.algorithms.losses.value import PolicyAndValueLoss, ValueLoss
 from reinforge.config.algorithm import AlgorithmConfig, ReferenceConfig
 from reinforge.config.schema import Config
-from reinforge.config.teacher import TeacherConfig
 from reinforge.core.errors import InputError
 from reinforge.rewards.build import load_function
 
@@ -80,7 +79,7 @@ def algorithm_of(
 def make_algorithm(cfg: Config, weights: Mapping[str, float]) -> Algorithm:
     """The algorithm of a run, with the loss of a critic that shares the policy's trunk."""
     algorithm = algorithm_of(algorithm_section(cfg), cfg.rollout.max_new_tokens, weights)
-    algorithm = _taught(algorithm, cfg.teacher)
+    algorithm = _taught(algorithm, cfg)
     if not cfg.algorithm.rl:
         return algorithm
     _check_critic(cfg, algorithm)
@@ -91,15 +90,17 @@ def make_algorithm(cfg: Config, weights: Mapping[str, float]) -> Algorithm:
     return replace(algorithm, loss=PolicyAndValueLoss(algorithm.loss, value_loss, coefficient))
 
 
-def _taught(algorithm: Algorithm, teacher: TeacherConfig | None) -> Algorithm:
-    """The algorithm told who its teachers are: by which domains, and that a server tells its best
-    tokens and no more.
+def _taught(algorithm: Algorithm, cfg: Config) -> Algorithm:
+    """The algorithm told who its teachers are: by which domains, and that those behind a server or
+    in actors of their own tell their best tokens and no more.
     """
     loss = algorithm.loss
+    teacher = cfg.teacher
     if teacher is None:
         return algorithm
     loss.name_domains(tuple(teacher.domains))
-    if teacher.served and isinstance(loss, DistillationLoss) and loss.k is not None:
+    elsewhere = teacher.served or cfg.cluster.teacher.apart
+    if elsewhere and isinstance(loss, DistillationLoss) and loss.k is not None:
         loss.ask_best()
         return replace(algorithm, needs=algorithm.needs | loss.needs)
     return algorithm

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from reinforge.backends import memory_model, roofline
 from reinforge.backends.memory_model import GIB, CachePool
 from reinforge.backends.roofline import Machine, StepWork
+from reinforge.cluster.placement import plan
 from reinforge.config.rules.facts import opposed
 from reinforge.config.schema import Config
 from reinforge.config.server_devices import stays_awake
@@ -83,7 +84,11 @@ def predict(
     """
     needs = needs_of(cfg) if needs is None else needs
     own_critic = "values" in needs and not (cfg.critic is not None and cfg.critic.shared)
-    copies = {"reference": "reference" in needs, "critic": own_critic}
+    apart = apart_from_policy(cfg)
+    copies = {
+        "reference": "reference" in needs and "reference" not in apart,
+        "critic": own_critic and "critic" not in apart,
+    }
     rl = cfg.algorithm.rl
     mean = lengths[0]
     longest = lengths[1] + (cfg.rollout.max_new_tokens if rl else 0)
@@ -95,7 +100,7 @@ def predict(
         cfg.algorithm.group_size if rl else 1,
         cfg.rollout.max_batch,
         cfg.algorithm.epochs,
-        len(needs & {"old", "reference"}),
+        len(needs & ({"old", "reference"} - apart)),
         copies["critic"],
         rl and cfg.train.share_prompts,
         fp8=cfg.rollout.precision == "fp8",
@@ -152,6 +157,7 @@ def predict(
             "known": machine.known,
         },
         "memory_gib": {phase: _gib(found) for phase, found in parts.items()},
+        **_actors(cfg, facts, machine, packed, needs, devices),
         **({} if cache is None else {"kv_cache": cache.summary()}),
         "seconds": {phase: float(f"{seconds[phase]:.4g}") for phase in parts},
         "assumed": {
@@ -161,6 +167,53 @@ def predict(
             "tokens_per_microbatch": budget,
         },
     }
+
+
+def apart_from_policy(cfg: Config) -> frozenset[str]:
+    """The roles that are not in the policy's processes: actors of their own."""
+    cluster = cfg.cluster
+    split = cluster.kind == "ray" and cluster.layout == "split"
+    found = {
+        "critic": split or cluster.critic.apart,
+        "reference": cluster.reference.apart,
+        "teacher": cluster.teacher.apart,
+    }
+    return frozenset(role for role, apart in found.items() if apart)
+
+
+def _actors(
+    cfg: Config,
+    facts: ModelFacts,
+    machine: Machine,
+    tokens: int,
+    needs: frozenset[str],
+    devices: int,
+) -> dict[str, Any]:
+    """Under Ray: how many actors each role has, what all of them ask for, and the memory of a
+    reference that has its own.
+    """
+    if cfg.cluster.kind != "ray":
+        return {}
+    reference = cfg.cluster.reference.apart and "reference" in needs
+    made = plan(
+        cfg.cluster,
+        ranks=cfg.train.ranks or devices,
+        critic="values" in needs and not (cfg.critic is not None and cfg.critic.shared),
+        rewards=sum(reward.name == "model" for reward in cfg.rewards),
+        gpu=machine.kind != "cpu",
+        reference=reference,
+        teachers=sum(one.path is not None for _, one in cfg.teacher.teachers())
+        if cfg.teacher is not None and cfg.cluster.teacher.apart
+        else 0,
+    )
+    found: dict[str, Any] = {
+        "roles": {role: len(places) for role, places in made.places.items()},
+        "needed": made.needed,
+    }
+    if reference:
+        ranks = cfg.cluster.reference.ranks
+        found["reference_gib"] = _gib(memory_model.frozen(facts, tokens, machine.kind, ranks))
+    return {"actors": found}
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +338,8 @@ def shown(prediction: dict[str, Any]) -> list[tuple[str, str]]:
         )
     if "kv_cache" in prediction:
         lines.append(("KV cache", _cache_line(prediction["kv_cache"])))
+    if "actors" in prediction:
+        lines += _actor_lines(prediction["actors"])
     guess = "" if machine["known"] else "; this GPU is not in our table, so that is a guess"
     busy = "on an idle GPU" if machine["kind"] == "cuda" else "as busy as this CPU is now"
     times = ", ".join(
@@ -297,6 +352,19 @@ def shown(prediction: dict[str, Any]) -> list[tuple[str, str]]:
             f"about {times} for completions of full length, {busy}{guess}",
         ),
     ]
+
+
+def _actor_lines(actors: dict[str, Any]) -> list[tuple[str, str]]:
+    roles = ", ".join(f"{count} {role}" for role, count in actors["roles"].items())
+    needed = ", ".join(f"{count:g} {name}" for name, count in actors["needed"].items())
+    lines = [("actors", f"{roles}; {needed}")]
+    if "reference_gib" in actors:
+        parts = actors["reference_gib"]
+        listed = ", ".join(
+            f"{name} {_short(value)}" for name, value in parts.items() if name != "peak"
+        )
+        lines.append(("memory of the reference", f"{_short(parts['peak'])} GiB: {listed}"))
+    return lines
 
 
 def _cache_line(cache: dict[str, Any]) -> str:

@@ -13,8 +13,14 @@ from functools import partial
 from typing import Any, cast
 
 from reinforge.backends.distributed.ranks import current as current_ranks
-from reinforge.backends.teachers import Teachers
+from reinforge.backends.teachers import LocalTeacher, TeacherModel, Teachers
 from reinforge.build.engines import server_setup
+from reinforge.build.frozen import (
+    inside_frozen,
+    make_reference,
+    make_teacher,
+    teachers_apart,
+)
 from reinforge.build.inputs import ModelInputs
 from reinforge.build.local import LocalFactories
 from reinforge.build.ranks import ON_RANKS, open_ranks
@@ -22,12 +28,15 @@ from reinforge.build.served import trainer_score
 from reinforge.cluster.actor import MODEL, SCORE
 from reinforge.cluster.backend import RemoteBackend
 from reinforge.cluster.engine import RemoteEngine
+from reinforge.cluster.frozen import FrozenModels, RemoteFrozenModel, RemoteTeacher
+from reinforge.cluster.placement import teacher_role
 from reinforge.cluster.ray_cluster import RayCluster
 from reinforge.cluster.reward import RemoteReward
 from reinforge.cluster.worker_group import WorkerGroup
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.cluster import ClusterConfig
 from reinforge.config.schema import Config
+from reinforge.config.teacher import OneTeacherConfig
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Backend
 from reinforge.core.engine import Engine
@@ -41,10 +50,11 @@ from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.model import ModelReward
 from reinforge.weights.probe import Scorer
 
-# the objects of an actor, by name. The first three are also roles of the cluster
+# the objects of an actor, by name. All but the last are also roles of the cluster
 POLICY = "policy"  # the backend that trains the policy
 CRITIC = "critic"  # the backend that trains the critic
 ENGINE = "engine"
+REFERENCE = "reference"  # only a role: one that has actors of its own
 RANKS = "ranks"
 
 
@@ -93,13 +103,13 @@ class RayFactories:
     def make_critic_backend(
         self, inputs: ModelInputs, policy: CausalModel, train: TrainConfig, updates: int
     ) -> Backend:
-        """Beside the policy, or in a split layout with ranks of its own."""
+        """Beside the policy, or with actors and ranks of its own."""
         inside = inside_actor(inputs)
-        if _colocated(inputs.cfg):
-            workers = self.cluster.workers(POLICY)
-        else:
+        if self._apart(CRITIC):
             workers = self.cluster.workers(CRITIC)
             workers.make(RANKS, open_ranks_in_actor, inside.cfg)
+        else:
+            workers = self.cluster.workers(POLICY)
         return RemoteBackend(
             workers,
             CRITIC,
@@ -122,12 +132,18 @@ class RayFactories:
         paired: bool = False,
         teachers: Teachers | None = None,
     ) -> Backend:
+        frozen = FrozenModels(temperature=temperature)
+        if reference is not None and self._apart(REFERENCE):
+            frozen.reference = self._reference(inputs, temperature)
+        if teachers is not None and self._apart(teacher_role(0)):
+            self._move_teachers(inputs, teachers, temperature)
+            frozen.teachers = teachers
         settings = {
             "steps": steps,
             "temperature": temperature,
-            "reference": reference,
-            "paired": paired,
-            "teachers": teachers,
+            "reference": reference if frozen.reference is None else None,
+            "paired": paired and not self._apart(CRITIC),
+            "teachers": teachers if frozen.teachers is None else None,
         }
         return RemoteBackend(
             self.cluster.workers(POLICY),
@@ -138,7 +154,43 @@ class RayFactories:
             settings,
             shares=_colocated(inputs.cfg),
             writes=written_by_actors(inputs.cfg),
+            frozen=frozen,
         )
+
+    def _apart(self, role: str) -> bool:
+        """Whether the role has actors of its own."""
+        return role in self.cluster.plan.places
+
+    def _reference(self, inputs: ModelInputs, temperature: float) -> RemoteFrozenModel:
+        inside = inside_frozen(inside_actor(inputs), inputs.cfg.cluster.reference)
+        found = RemoteFrozenModel(
+            self.cluster, REFERENCE, make_reference_in_actor, inside, temperature
+        )
+        found.load()
+        return found
+
+    def _move_teachers(self, inputs: ModelInputs, teachers: Teachers, temperature: float) -> None:
+        """Puts those that are no servers into actors; they are loaded when they are first asked."""
+        inside = inside_frozen(inside_actor(inputs), inputs.cfg.cluster.teacher)
+        best_of = (teachers.k, teachers.temperature)
+        apart = enumerate(teachers_apart(inputs.cfg))
+
+        def moved(member: TeacherModel) -> TeacherModel:
+            if not isinstance(member, LocalTeacher):
+                return member
+            number, one = next(apart)
+            model = RemoteFrozenModel(
+                self.cluster,
+                teacher_role(number),
+                make_teacher_in_actor,
+                inside,
+                one,
+                temperature,
+                best_of,
+            )
+            return RemoteTeacher(model, temperature, best_of)
+
+        teachers.place(moved)
 
     def make_engine(self, inputs: ModelInputs, policy: PackedModel) -> Engine:
         if _colocated(inputs.cfg):
@@ -281,6 +333,24 @@ def make_score_in_actor(objects: dict[str, Any]) -> Scorer:
 
 def make_served_in_actor(objects: dict[str, Any], setup: ServerSetup) -> Engine:
     return make_served(setup)
+
+
+def make_reference_in_actor(
+    objects: dict[str, Any], inputs: ModelInputs, temperature: float
+) -> Backend:
+    objects[RANKS] = ActorRanks(inputs.cfg)
+    return make_reference(inputs, temperature)
+
+
+def make_teacher_in_actor(
+    objects: dict[str, Any],
+    inputs: ModelInputs,
+    one: OneTeacherConfig,
+    temperature: float,
+    best_of: tuple[int, float],
+) -> Backend:
+    objects[RANKS] = ActorRanks(inputs.cfg)
+    return make_teacher(inputs, one, temperature, best_of)
 
 
 def make_critic_in_actor(

@@ -14,6 +14,7 @@ from reinforge.backends.distributed.ranks import launched
 from reinforge.build.attempt import Attempt
 from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.factories import Factories
+from reinforge.build.frozen import reference_apart, teachers_apart
 from reinforge.build.ray import POLICY, RayFactories
 from reinforge.checkpoint.memory_snapshot import MemorySnapshot
 from reinforge.cluster.errors import ActorLost
@@ -78,6 +79,8 @@ def run_on_ray(
         ranks=1 if config.train.backend == "local" else config.train.ranks,
         critic=own_critic,
         rewards=models,
+        reference=reference_apart(config),
+        teachers=len(teachers_apart(config)),
         modules=(RayFactories.__module__, "transformers.modeling_utils"),
     ) as cluster:
         failures = 0

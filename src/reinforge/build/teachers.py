@@ -43,16 +43,19 @@ def make_teachers(
     device = str(policy.device) if ranks_of(inputs.cfg) is None else inputs.cfg.model.device
     loss = inputs.algorithm.loss
     k = 0
+    temperature = 1.0
     if TEACHER_LOGPROBS in loss.needs or cfg.precompute:
         assert isinstance(loss, DistillationLoss) and loss.k is not None
         k = min(loss.k, policy.config.vocab_size)
+        temperature = loss.temperature
     make = partial(_make_teacher, inputs, device, k, longest, policy.config.vocab_size)
     if cfg.domains:
         apart = [Teachers([make(key, one)], [1.0]) for key, one in cfg.teachers()]
-        return DomainTeachers(apart, k)
+        return DomainTeachers(apart, k, temperature)
     members = [make(key, one) for key, one in cfg.teachers()]
     twins = _in_teachers_tokens(inputs, cfg, device, rows) if loss.by_rank else None
-    return Teachers(members, [cfg.weight, *(other.weight for other in cfg.also)], twins, k)
+    weights = [cfg.weight, *(other.weight for other in cfg.also)]
+    return Teachers(members, weights, twins, k, temperature)
 
 
 def _make_teacher(
@@ -72,7 +75,7 @@ def _make_teacher(
         if not (section.precompute and kept_tokens(inputs.cfg).exists()):
             served.check(inputs.tokenizer, k, _probe_texts(inputs), longest)
         return served
-    config = _model_config(one, section, device)
+    config = teacher_model(one, section, device)
     if not inputs.algorithm.loss.by_rank:
         _check_same_tokens(inputs.tokenizer, config, f"{key}.path")
     return LocalTeacher(partial(load_model, config))
@@ -88,7 +91,8 @@ def _probe_texts(inputs: RunInputs) -> list[str]:
     return found
 
 
-def _model_config(one: OneTeacherConfig, section: TeacherConfig, device: str) -> ModelConfig:
+def teacher_model(one: OneTeacherConfig, section: TeacherConfig, device: str) -> ModelConfig:
+    """The section `model` of a teacher that is loaded."""
     assert one.path is not None, "the rules of the config refuse it"
     return ModelConfig(path=one.path, revision=one.revision, dtype=section.dtype, device=device)
 
@@ -121,6 +125,6 @@ def _in_teachers_tokens(
     inputs: RunInputs, section: TeacherConfig, device: str, rows: Iterable[Row]
 ) -> dict[str, Sample]:
     """Every row in the teacher's own tokens, by row id."""
-    config = _model_config(section, section, device)
+    config = teacher_model(section, section, device)
     renderer = Renderer(load_tokenizer(config, "teacher.path"), inputs.cfg.data)
     return {row.id: renderer.training_row(row) for row in rows}

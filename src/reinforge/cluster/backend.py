@@ -6,6 +6,7 @@ What it is there (one process, FSDP2, DeepSpeed) nobody here needs to know.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from reinforge.backends.distributed.follower import WeightFollower
 from reinforge.checkpoint.tensors import CheckpointTensors
+from reinforge.cluster.frozen import FrozenModels
 from reinforge.cluster.worker_group import WorkerGroup
-from reinforge.core.backend import Backend, Loss, State, Stateful
+from reinforge.core.backend import Backend, Loss, State, Stateful, Teacher
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.metrics import StepMetrics
 from reinforge.core.model_facts import ModelFacts
@@ -42,7 +44,8 @@ class RemoteBackend:
 
     `shares`: an engine in that actor generates with the very module that trains. `writes`: its
     states are written into checkpoints and read from them where they are; nothing of them comes to
-    the controller. All machines must see the directory of the run then.
+    the controller. All machines must see the directory of the run then. `frozen`: the models in
+    actors of their own that tell streams in place of this backend.
     """
 
     def __init__(
@@ -53,8 +56,10 @@ class RemoteBackend:
         *args: Any,
         shares: bool,
         writes: bool = False,
+        frozen: FrozenModels | None = None,
     ):
         self.writes = writes
+        self.frozen = frozen or FrozenModels()
         self.workers = workers
         self.name = name
         self.shares = shares
@@ -64,13 +69,16 @@ class RemoteBackend:
         self.share: bool = description["share"]
         self.steps: int = description["steps"]
         self.device = torch.device(description["device"])
-        self.has_reference: bool = description["reference"]
+        self.has_reference: bool = description["reference"] or self.frozen.reference is not None
         self.ema = WeightFollower(self, "ema") if description["ema"] else None
-        self.teachers = RemoteTeachers(self) if description["teachers"] else None
+        self.teachers: Teacher | None = self.frozen.teachers
+        if description["teachers"]:
+            self.teachers = RemoteTeachers(self)
         self._parts: list[str] = description["parts"]
 
     def forget_teachers(self) -> None:
         self.teachers = None
+        self.frozen.forget_teachers()
 
     def parts(self) -> dict[str, Stateful]:
         return {name: WeightFollower(self, name) for name in self._parts}
@@ -90,12 +98,17 @@ class RemoteBackend:
     # ---- training ----
 
     def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
+        """What frozen models in actors of their own tell is computed at the same time."""
         if not needs or not batches:
             return
-        for batch, (streams, bootstrap) in zip(
-            batches, self._do(_annotate, list(batches), needs), strict=True
-        ):
-            batch.streams = batch.streams | streams
+        elsewhere = needs & self.frozen.told
+        own: list[Found] = [({}, batch.bootstrap) for batch in batches]
+        with ThreadPoolExecutor(1) as beside:
+            told = beside.submit(self.frozen.streams, batches, elsewhere)
+            if needs - elsewhere:
+                own = self._do(_annotate, list(batches), needs - elsewhere)
+        for batch, (streams, bootstrap), more in zip(batches, own, told.result(), strict=True):
+            batch.streams = batch.streams | streams | more
             batch.bootstrap = bootstrap
 
     def forward_backward(self, batches: Sequence[Batch], loss: Loss, totals: Totals) -> StepMetrics:

@@ -42,11 +42,27 @@ class PlacementPlan:
         return {name: count for name, count in total.items() if count}
 
 
-def plan(cfg: ClusterConfig, *, ranks: int, critic: bool, rewards: int, gpu: bool) -> PlacementPlan:
-    """`gpu`: whether models go to GPUs.
+def teacher_role(number: int) -> str:
+    """Each teacher with actors of its own is a role: its actors may be ranks."""
+    return f"teacher-{number}"
 
-    Colocated: each rank of the trainer has one bundle; reward models share the first, GPU included.
-    Split: a bundle for every actor.
+
+def plan(
+    cfg: ClusterConfig,
+    *,
+    ranks: int,
+    critic: bool,
+    rewards: int,
+    gpu: bool,
+    reference: bool = False,
+    teachers: int = 0,
+) -> PlacementPlan:
+    """`gpu`: whether models go to GPUs. `reference` and `teachers`: whether and how many of them
+    have actors of their own.
+
+    Colocated: each rank of the trainer has one bundle, and so has every actor of a role that is
+    asked to be apart; other reward models share the first, GPU included. Split: a bundle for every
+    actor.
     """
     made = PlacementPlan(f"{cfg.strategy.upper()}")
 
@@ -59,20 +75,21 @@ def plan(cfg: ClusterConfig, *, ranks: int, critic: bool, rewards: int, gpu: boo
             made.bundles.append({"CPU": role.cpus, "GPU": gpus})
 
     bundle(cfg.trainer, "policy", ranks)
-    if cfg.layout == "split":
+    split = cfg.layout == "split"
+    if split:
         bundle(cfg.engine, "engine", cfg.engines)
-        if critic:
-            bundle(cfg.critic, "critic", ranks)
+    if critic and (split or cfg.critic.apart):
+        bundle(cfg.critic, "critic", ranks)
+    if reference:
+        bundle(cfg.reference, "reference", cfg.reference.ranks)
+    for number in range(teachers):
+        bundle(cfg.teacher, teacher_role(number), cfg.teacher.ranks)
+    if split or cfg.reward.apart:
         bundle(cfg.reward, "reward", rewards)
     elif rewards:
         share = made.places["policy"][0].gpus / (rewards + 1)  # of the GPU in that bundle
         made.places["policy"][0] = ActorPlacement(0, cfg.trainer.cpus, share)
-        made.places["reward"] = [
-            ActorPlacement(
-                0, cfg.reward.cpus, share if cfg.reward.gpus is None else cfg.reward.gpus
-            )
-            for _ in range(rewards)
-        ]
+        made.places["reward"] = [ActorPlacement(0, cfg.reward.cpus, share) for _ in range(rewards)]
         made.bundles[0] = {
             "CPU": cfg.trainer.cpus + rewards * cfg.reward.cpus,
             "GPU": made.bundles[0]["GPU"],
@@ -103,7 +120,15 @@ def rank_order(
     return sorted(range(len(nodes)), key=key)
 
 
-def ranks_for(cfg: ClusterConfig, gpus: float, *, critic: bool, rewards: int) -> int:
+def ranks_for(
+    cfg: ClusterConfig,
+    gpus: float,
+    *,
+    critic: bool,
+    rewards: int,
+    reference: bool = False,
+    teachers: int = 0,
+) -> int:
     """How many ranks the GPUs of a cluster are enough for, beside everybody else.
 
     >>> split = ClusterConfig(kind="ray", layout="split", engines=24)
@@ -111,7 +136,15 @@ def ranks_for(cfg: ClusterConfig, gpus: float, *, critic: bool, rewards: int) ->
     40
     """
     others, one = (
-        plan(cfg, ranks=n, critic=critic, rewards=rewards, gpu=True).needed.get("GPU", 0.0)
+        plan(
+            cfg,
+            ranks=n,
+            critic=critic,
+            rewards=rewards,
+            gpu=True,
+            reference=reference,
+            teachers=teachers,
+        ).needed.get("GPU", 0.0)
         for n in (1, 2)
     )
     each = one - others  # of a rank, and of its critic's

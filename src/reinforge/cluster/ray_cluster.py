@@ -15,6 +15,7 @@ from reinforge.cluster.worker_group import WorkerGroup
 from reinforge.config.cluster import ClusterConfig
 
 TRAINERS = ("policy", "critic")
+REPLICATED = ("engine", "reward")  # roles whose actors are no ranks: each is a group of its own
 
 
 class RayCluster:
@@ -40,13 +41,20 @@ class RayCluster:
         ranks: int | None,
         critic: bool,
         rewards: int,
+        reference: bool = False,
+        teachers: int = 0,
         modules: Sequence[str] = (),
     ) -> Iterator[RayCluster]:
-        """`device`: of the models.
+        """`device`: of the models. The roles are those of `placement.plan`.
 
         `ranks`: None: as many as the GPUs that nobody else needs. All actors end with the block.
         """
-        more: dict[str, Any] = {"critic": critic, "rewards": rewards}
+        more: dict[str, Any] = {
+            "critic": critic,
+            "rewards": rewards,
+            "reference": reference,
+            "teachers": teachers,
+        }
         with ray_connection(
             cfg,
             plan(cfg, ranks=ranks or os.cpu_count() or 1, **more, gpu=False).needed.get("CPU", 0),
@@ -88,18 +96,19 @@ class RayCluster:
         launched = [
             self._launched(role, replica)
             for role, places in self.plan.places.items()
-            for replica in ([None] if role in TRAINERS else range(len(places)))
+            for replica in (range(len(places)) if role in REPLICATED else [None])
         ]
         for workers in launched:
             workers.ready()
 
     def reset(self) -> None:
         """Ends every actor that trains; the next `workers` starts it anew, in the same place or, of
-        a machine that is gone, in another. Those that keep nothing that counts, engines and reward
-        models, stay and forget what they were doing.
+        a machine that is gone, in another. Those that keep nothing that counts, engines, reward
+        models, references and teachers, stay and forget what they were doing, unless they are
+        ranks.
         """
         for name, workers in list(self.worker_groups.items()):
-            if name in TRAINERS or not workers.clear():
+            if name in TRAINERS or len(workers.actors) > 1 or not workers.clear():
                 workers.stop()
                 del self.worker_groups[name]
 

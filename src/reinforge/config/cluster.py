@@ -18,8 +18,22 @@ class RoleConfig(Section):
     gpus: NonNegative | None = Field(
         None,
         description=(
-            "GPUs of one actor; may be a fraction. Default: one where the cluster has GPUs."
+            "GPUs of one actor; may be a fraction. Default: one where the cluster has GPUs. Where a"
+            " role can be in the actors of another, a number gives it actors of its own."
         ),
+    )
+
+    @property
+    def apart(self) -> bool:
+        """Whether the role is asked to have actors of its own."""
+        return self.gpus is not None
+
+
+class FrozenRoleConfig(RoleConfig):
+    """What the actors of a model that is never trained ask of Ray."""
+
+    ranks: Count = Field(
+        1, description="Actors over which each such model is cut (FSDP2); 1: it is whole in one."
     )
 
 
@@ -41,7 +55,8 @@ class ClusterConfig(Section):
         "colocated",
         description=(
             "ray: colocated: the trainer's own module generates, and the critic is beside it."
-            " split: engines and critic have actors and devices of their own."
+            " split: engines, critic and reward models have actors and devices of their own. In"
+            " both a role whose `gpus` is a number has."
         ),
     )
     engines: Count = Field(1, description="ray, split: how many actors generate.")
@@ -50,8 +65,22 @@ class ClusterConfig(Section):
     )
     trainer: RoleConfig = Field(RoleConfig(), description="ray: of each rank of the trainer.")
     engine: RoleConfig = Field(RoleConfig(), description="ray, split: of each engine.")
-    critic: RoleConfig = Field(RoleConfig(), description="ray, split: of each rank of the critic.")
+    critic: RoleConfig = Field(RoleConfig(), description="ray: of each rank of the critic.")
     reward: RoleConfig = Field(RoleConfig(), description="ray: of each reward model.")
+    reference: FrozenRoleConfig = Field(
+        FrozenRoleConfig(),
+        description=(
+            "ray: of a frozen reference with actors of its own, where `gpus` is a number (0: on"
+            " CPUs). Default: it is in the policy's actors."
+        ),
+    )
+    teacher: FrozenRoleConfig = Field(
+        FrozenRoleConfig(),
+        description=(
+            "ray: of each teacher with actors of its own, where `gpus` is a number (0: on CPUs)."
+            " Default: teachers are in the policy's actors."
+        ),
+    )
     heartbeat: Positive = Field(
         30.0,
         description=(
@@ -109,6 +138,13 @@ class ClusterConfig(Section):
                 "engines: in a colocated layout the trainer generates; set cluster.layout=split, or"
                 " leave it out"
             )
+        for name in ("reference", "teacher"):
+            role: FrozenRoleConfig = getattr(self, name)
+            if role != FrozenRoleConfig() and not role.apart:
+                raise ValueError(
+                    f"{name}: without gpus it is in the policy's actors; set cluster.{name}.gpus"
+                    " (0: on CPUs), or leave the rest out"
+                )
         return self
 
 

@@ -101,6 +101,36 @@ def test_split_gives_everybody_a_bundle() -> None:
     assert on_cpus.bundles == [{"CPU": 1.0}, {"CPU": 1.0}]
 
 
+def test_who_asks_for_devices_has_actors_of_its_own_in_both_layouts() -> None:
+    """Two ranks and their critic, a reference cut over two, two teachers on half a GPU each, and a
+    reward model on CPUs.
+    """
+    roles = {
+        "critic": {"gpus": 1},
+        "reference": {"gpus": 1, "ranks": 2},
+        "teacher": {"gpus": 0.5, "cpus": 2},
+        "reward": {"gpus": 0},
+    }
+    cfg = ClusterConfig.model_validate({"kind": "ray", **roles})
+    beside = {"critic": True, "rewards": 1, "reference": True, "teachers": 2}
+    made = plan(cfg, ranks=2, gpu=True, **beside)
+    assert {role: [(p.bundle, p.gpus) for p in places] for role, places in made.places.items()} == {
+        "policy": [(0, 1.0), (1, 1.0)],
+        "critic": [(2, 1.0), (3, 1.0)],
+        "reference": [(4, 1.0), (5, 1.0)],
+        "teacher-0": [(6, 0.5)],
+        "teacher-1": [(7, 0.5)],
+        "reward": [(8, 0.0)],
+    }
+    assert made.needed == {"CPU": 11.0, "GPU": 7.0}
+    # of 64 GPUs 3 are the others', and each rank brings one for its critic
+    assert ranks_for(cfg, 64, **beside) == 30
+    split = cfg.model_copy(update={"layout": "split", "engines": 4})
+    assert plan(split, ranks=2, gpu=True, **beside).needed == {"CPU": 15.0, "GPU": 11.0}
+    with pytest.raises(ValidationError, match="without gpus it is in the policy's actors"):
+        ClusterConfig.model_validate({"kind": "ray", "reference": {"ranks": 2}})
+
+
 def test_ranks_are_what_the_others_leave() -> None:
     split = ClusterConfig(kind="ray", layout="split", engines=24)
     assert (

@@ -29,6 +29,9 @@ FORM = "rollout.structured={regex: a}"
 AGENT = "agent={name: 'module:play'}"
 PARTIAL = ("rollout.staleness=1", "rollout.partial=true", "sampling.over_provision=2.0")
 NO_REWARDS = "rewards=[]"
+# with actors of their own
+APART = ("cluster={kind: ray, reference: {gpus: 1}}",)
+TAUGHT = ("cluster={kind: ray, teacher: {gpus: 1}}",)
 
 # how each column is chosen
 COLUMNS: dict[str, Overrides] = {
@@ -169,6 +172,18 @@ BROKEN: dict[str, list[Overrides]] = {
             NO_REWARDS,
             TEACHER,
         ),
+        (*APART, "algorithm.kl={coefficient: 0.1, reference: {kind: ema}}"),
+        (*APART, "algorithm.name=dpo", NO_REWARDS, "train.precompute_reference=true"),
+        (*APART, "algorithm.kl.coefficient=0.1", "cluster.reference.ranks=2"),
+        (*TAUGHT,),
+        (*TAUGHT, "algorithm.name=forward_kl", NO_REWARDS, TEACHER),
+        (
+            *TAUGHT,
+            "algorithm.name=topk",
+            NO_REWARDS,
+            "teacher={path: org/teacher, also: [{path: org/other}]}",
+        ),
+        (*TAUGHT, "algorithm.name=topk", NO_REWARDS, TEACHER, "cluster.teacher.ranks=2"),
         ("train.precision=fp8", "model.exact=true"),
         ("train.precision=fp8", "adapter={kind: qlora}"),
         ("algorithm.name=online_dpo", "adapter={dropout: 0.1}", "model.exact=true"),

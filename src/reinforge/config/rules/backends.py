@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reinforge.config.deepspeed import DeepSpeedConfig
 from reinforge.config.optimizer import ELEMENTWISE, OptimizerConfig
-from reinforge.config.rules.facts import moving, opposed
+from reinforge.config.rules.facts import best_tokens, moving, opposed, whole_distributions
 from reinforge.config.rules.table import YES, Cell, Column, Feature, No, Rule, Table, Yes
 from reinforge.config.sections import Sections
 
@@ -348,6 +348,58 @@ RULES = (
         lambda c: c.train.sequence_parallel > 1 and c.teacher is not None,
         "a teacher's distributions are not split over ranks",
         "set it to 1",
+    ),
+    Rule(
+        "cluster.reference",
+        lambda c: c.cluster.reference.apart and moving(c),
+        "this reference follows the weights, which are in the policy's actors",
+        "remove it, or set algorithm.kl.reference.kind=frozen",
+    ),
+    Rule(
+        "cluster.reference",
+        lambda c: c.cluster.reference.apart and c.train.precompute_reference,
+        "the log-probs of the reference are computed once, before the first step and by the policy"
+        " itself, so there is no reference to place",
+        "remove it, or set train.precompute_reference to false",
+    ),
+    Rule(
+        "cluster.reference.ranks",
+        lambda c: c.cluster.reference.ranks > 1 and c.train.backend == "local",
+        "the policy is whole in one process, and its reference is to compute as it does",
+        "leave it out, or set train.backend=fsdp",
+    ),
+    Rule(
+        "cluster.teacher",
+        lambda c: (
+            c.cluster.teacher.apart
+            and (c.teacher is None or all(one.path is None for _, one in c.teacher.teachers()))
+        ),
+        "there is no teacher that is loaded, so there is none to place",
+        "remove it, or write e.g. `teacher: {path: org/name}`",
+    ),
+    Rule(
+        "cluster.teacher",
+        lambda c: c.cluster.teacher.apart and whole_distributions(c),
+        "{algorithm} compares the probabilities of all tokens, which do not travel between actors",
+        "use opd, topk, or gkd or jsd with algorithm.options.k, or remove it",
+    ),
+    Rule(
+        "cluster.teacher",
+        lambda c: (
+            c.cluster.teacher.apart
+            and best_tokens(c)
+            and c.teacher is not None
+            and bool(c.teacher.also)
+        ),
+        "{algorithm} is told the best tokens of one teacher, and several have not the same",
+        "name one teacher, or remove it",
+    ),
+    Rule(
+        "cluster.teacher.ranks",
+        lambda c: c.cluster.teacher.ranks > 1 and best_tokens(c),
+        "a teacher that is cut tells the log-probs of given tokens, and {algorithm} asks for its"
+        " best ones",
+        "leave it out, or use opd",
     ),
     Rule(
         "train.precision",
