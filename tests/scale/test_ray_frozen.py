@@ -70,19 +70,31 @@ def on_rows(cfg: Config, rows: list[dict[str, Any]]) -> Config:
     return cfg
 
 
-def test_a_reference_of_its_own_that_dies(setup: Callable[..., Config]) -> None:
-    """Killed in the second step's rollout: it is made again and asked again, the trainer goes on,
-    and every bit is that of a reference in the policy's process.
+def test_a_reference_and_a_teacher_of_their_own_that_die(
+    setup: Callable[..., Config], teacher: str
+) -> None:
+    """On-policy distillation with a KL. Both are killed in the second step's rollout: they are made
+    again and asked again, the trainer goes on, and every bit is that of models in the policy's
+    process.
     """
-    here = setup("here", "grpo", *KL)
+    sections = {"rewards": [], "teacher": {"path": teacher}}
+    opd = ("opd", *KL, "train.steps=2")
+    here = setup("here", *opd, **sections)
     launch(here, plain)
-    there = setup("there", "grpo", *KL, *APART)
-    launch(there, Hurting(6, kill("reference")))
+    there = setup("there", *opd, *APART, "cluster.teacher.gpus=0", **sections)
+
+    def deaths() -> None:
+        kill("reference")()
+        kill("teacher-0")()
+
+    launch(there, Hurting(6, deaths))
     assert digest(there) == digest(here) and said(there) == said(here)
     assert max(line["policy/kl"] for line in said(here)) > 1e-4
-    assert roles(there, "actor_lost") == ["reference"] == roles(there, "actor_restored")
+    both = ["reference", "teacher-0"]
+    assert sorted(roles(there, "actor_lost")) == both == sorted(roles(there, "actor_restored"))
 
 
+@pytest.mark.long
 def test_a_reference_and_a_critic_of_their_own_beside_a_colocated_engine(
     setup: Callable[..., Config],
 ) -> None:
@@ -95,6 +107,7 @@ def test_a_reference_and_a_critic_of_their_own_beside_a_colocated_engine(
     assert digest(there) == digest(here) and said(there) == said(here)
 
 
+@pytest.mark.long
 def test_dpo_asks_a_reference_of_its_own(setup: Callable[..., Config]) -> None:
     """With an adapter the reference is the model with a new adapter off."""
     sections = {"rewards": [], "adapter": {"kind": "lora", "rank": 4}}
@@ -105,29 +118,21 @@ def test_dpo_asks_a_reference_of_its_own(setup: Callable[..., Config]) -> None:
     assert first == pytest.approx(0.6931, abs=1e-4) and last != first
 
 
-def test_a_teacher_of_its_own_that_dies(setup: Callable[..., Config], teacher: str) -> None:
-    """On-policy distillation: the log-probs of the sampled tokens are the teacher's, to the bit."""
-    sections = {"rewards": [], "teacher": {"path": teacher}}
-    here = setup("here", "opd", **sections)
-    launch(here, plain)
-    there = setup("there", "opd", *TAUGHT, **sections)
-    launch(there, Hurting(6, kill("teacher-0")))
-    assert digest(there) == digest(here) and said(there) == said(here)
-    assert roles(there, "actor_lost") == ["teacher-0"] == roles(there, "actor_restored")
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("precompute", [False, True])
 def test_the_best_tokens_of_a_teacher_of_its_own(
     setup: Callable[..., Config], teacher: str, precompute: bool
 ) -> None:
-    """What travels are k ids and log-probs a token; in one process whole logits are compared."""
+    """What travels are k ids and log-probs a token; in one process, where they are not kept either,
+    whole logits are compared.
+    """
     options = ("algorithm.options={k: 8, temperature: 2.0}",)
     sections = {"rewards": [], "teacher": {"path": teacher, "precompute": precompute}}
     here = on_rows(setup("here", "topk", *options, **sections), TEXTS)
     there = on_rows(setup("there", "topk", *options, *TAUGHT, **sections), TEXTS)
     losses = [line["distillation/loss"] for line in said(here)]
-    assert [line["distillation/loss"] for line in said(there)] == pytest.approx(losses, rel=1e-5)
+    # sums of log-probs near 5, which float32 knows to 5e-7
+    assert [line["distillation/loss"] for line in said(there)] == pytest.approx(losses, abs=1e-7)
     assert losses[-1] < losses[0]
 
 

@@ -47,9 +47,7 @@ def reference_apart(cfg: Config) -> bool:
 
 def teachers_apart(cfg: Config) -> list[OneTeacherConfig]:
     """The teachers with actors of their own: all that are no servers, where that is asked for."""
-    if cfg.teacher is None or not cfg.cluster.teacher.apart:
-        return []
-    return [one for _, one in cfg.teacher.teachers() if one.server is None]
+    return cfg.teacher.loaded() if cfg.teacher is not None and cfg.cluster.teacher.apart else []
 
 
 def inside_frozen(inputs: ModelInputs, role: FrozenRoleConfig) -> ModelInputs:

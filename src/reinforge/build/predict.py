@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from reinforge.backends import memory_model, roofline
 from reinforge.backends.memory_model import GIB, CachePool
 from reinforge.backends.roofline import Machine, StepWork
-from reinforge.cluster.placement import plan
+from reinforge.cluster.placement import plan, teacher_role
 from reinforge.config.rules.facts import opposed
 from reinforge.config.schema import Config
 from reinforge.config.server_devices import stays_awake
@@ -75,12 +75,14 @@ def predict(
     budget: int | None = None,
     needs: frozenset[str] | None = None,
     devices: int = 1,
+    teachers: Sequence[ModelFacts] = (),
 ) -> dict[str, Any]:
     """`lengths`: mean and longest prompt, or row where nothing is generated (both answers of a
     pair, which no micro-batch separates).
 
     Completions count with rollout.max_new_tokens: shorter ones take less. `budget`: tokens per
-    micro-batch where they are known already.
+    micro-batch where they are known already. `teachers`: those with actors of their own, where
+    their shapes are known.
     """
     needs = needs_of(cfg) if needs is None else needs
     own_critic = "values" in needs and not (cfg.critic is not None and cfg.critic.shared)
@@ -157,7 +159,7 @@ def predict(
             "known": machine.known,
         },
         "memory_gib": {phase: _gib(found) for phase, found in parts.items()},
-        **_actors(cfg, facts, machine, packed, needs, devices),
+        **_actors(cfg, facts, machine, packed, needs, devices, teachers),
         **({} if cache is None else {"kv_cache": cache.summary()}),
         "seconds": {phase: float(f"{seconds[phase]:.4g}") for phase in parts},
         "assumed": {
@@ -188,13 +190,15 @@ def _actors(
     tokens: int,
     needs: frozenset[str],
     devices: int,
+    teachers: Sequence[ModelFacts],
 ) -> dict[str, Any]:
-    """Under Ray: how many actors each role has, what all of them ask for, and the memory of a
-    reference that has its own.
+    """Under Ray: how many actors each role has, what all of them ask for, and the memory of one
+    actor of a reference or teacher that has its own.
     """
     if cfg.cluster.kind != "ray":
         return {}
-    reference = cfg.cluster.reference.apart and "reference" in needs
+    apart = apart_from_policy(cfg)
+    reference = "reference" in apart & needs
     made = plan(
         cfg.cluster,
         ranks=cfg.train.ranks or devices,
@@ -202,18 +206,21 @@ def _actors(
         rewards=sum(reward.name == "model" for reward in cfg.rewards),
         gpu=machine.kind != "cpu",
         reference=reference,
-        teachers=sum(one.path is not None for _, one in cfg.teacher.teachers())
-        if cfg.teacher is not None and cfg.cluster.teacher.apart
-        else 0,
+        teachers=len(cfg.teacher.loaded()) if cfg.teacher and "teacher" in apart else 0,
     )
-    found: dict[str, Any] = {
-        "roles": {role: len(places) for role, places in made.places.items()},
-        "needed": made.needed,
+    models = [("reference", facts, cfg.cluster.reference.ranks)] if reference else []
+    for number, shape in enumerate(teachers):
+        models.append((teacher_role(number), shape, cfg.cluster.teacher.ranks))
+    return {
+        "actors": {
+            "roles": {role: len(places) for role, places in made.places.items()},
+            "needed": made.needed,
+            "memory_gib": {
+                role: _gib(memory_model.frozen(shape, tokens, machine.kind, ranks))
+                for role, shape, ranks in models
+            },
+        }
     }
-    if reference:
-        ranks = cfg.cluster.reference.ranks
-        found["reference_gib"] = _gib(memory_model.frozen(facts, tokens, machine.kind, ranks))
-    return {"actors": found}
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,12 +365,11 @@ def _actor_lines(actors: dict[str, Any]) -> list[tuple[str, str]]:
     roles = ", ".join(f"{count} {role}" for role, count in actors["roles"].items())
     needed = ", ".join(f"{count:g} {name}" for name, count in actors["needed"].items())
     lines = [("actors", f"{roles}; {needed}")]
-    if "reference_gib" in actors:
-        parts = actors["reference_gib"]
+    for role, parts in actors["memory_gib"].items():
         listed = ", ".join(
             f"{name} {_short(value)}" for name, value in parts.items() if name != "peak"
         )
-        lines.append(("memory of the reference", f"{_short(parts['peak'])} GiB: {listed}"))
+        lines.append((f"memory of {role}", f"{_short(parts['peak'])} GiB an actor: {listed}"))
     return lines
 
 

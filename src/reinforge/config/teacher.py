@@ -75,6 +75,10 @@ class TeacherConfig(OtherTeacherConfig):
         for name, one in self.domains.items():
             yield f"teacher.domains.{name}", one
 
+    def loaded(self) -> list[OneTeacherConfig]:
+        """Those that are no servers."""
+        return [one for _, one in self.teachers() if one.server is None]
+
     @property
     def served(self) -> bool:
         """Whether any of them is behind a server."""

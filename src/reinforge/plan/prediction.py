@@ -7,7 +7,13 @@ from typing import Any
 
 from reinforge.backends.memory_model import GIB
 from reinforge.backends.roofline import Machine
-from reinforge.build.predict import USABLE, machine_at, predict, texts_together
+from reinforge.build.predict import (
+    USABLE,
+    machine_at,
+    predict,
+    texts_together,
+)
+from reinforge.build.teachers import teacher_model
 from reinforge.config.schema import Config
 from reinforge.core.model_facts import ModelFacts
 from reinforge.models.load import load_config
@@ -31,9 +37,10 @@ class Expectation:
     machine: Machine
     # mean and longest prompt, or row (both answers of a pair) where nothing is generated
     lengths: tuple[float, int]
+    teachers: tuple[ModelFacts, ...] = ()  # those with actors of their own
 
     def prediction(self) -> dict[str, Any]:
-        return predict(self.cfg, self.facts, self.machine, self.lengths)
+        return predict(self.cfg, self.facts, self.machine, self.lengths, teachers=self.teachers)
 
     @property
     def usable_gib(self) -> float:
@@ -75,7 +82,20 @@ def expected(
         compiled=cfg.model.compile and machine.kind == "cuda",
         **cfg.train.optimizer.facts(),
     )
-    return Expectation(cfg, facts, counts, machine, lengths)
+    return Expectation(cfg, facts, counts, machine, lengths, _teacher_shapes(cfg, machine))
+
+
+def _teacher_shapes(cfg: Config, machine: Machine) -> tuple[ModelFacts, ...]:
+    """Of the teachers with actors of their own, from their configurations."""
+    section = cfg.teacher
+    if section is None or not cfg.cluster.teacher.apart:
+        return ()
+    itemsize = 4 if machine.kind == "cpu" or section.dtype == "float32" else 2
+    models = [teacher_model(one, section, cfg.model.device) for one in section.loaded()]
+    return tuple(
+        ModelFacts.of(load_config(model, "teacher.path").get_text_config(), itemsize=itemsize)
+        for model in models
+    )
 
 
 def predict_plan(cfg: Config, report: PlanReport, options: PlanOptions) -> Expectation | None:

@@ -370,10 +370,7 @@ RULES = (
     ),
     Rule(
         "cluster.teacher",
-        lambda c: (
-            c.cluster.teacher.apart
-            and (c.teacher is None or all(one.path is None for _, one in c.teacher.teachers()))
-        ),
+        lambda c: c.cluster.teacher.apart and (c.teacher is None or not c.teacher.loaded()),
         "there is no teacher that is loaded, so there is none to place",
         "remove it, or write e.g. `teacher: {path: org/name}`",
     ),
