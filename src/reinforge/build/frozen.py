@@ -80,7 +80,8 @@ def inside_frozen(inputs: ModelInputs, role: FrozenRoleConfig) -> ModelInputs:
 
 def make_reference(inputs: ModelInputs, temperature: float) -> Backend:
     """The policy that the run starts from, as a backend that is only asked for log-probs."""
-    return _frozen_backend(inputs, partial(_load_reference, inputs), temperature)
+    cfg = inputs.cfg
+    return _frozen_backend(cfg, cfg.model, partial(_load_reference, inputs), temperature)
 
 
 def make_teacher(
@@ -89,25 +90,28 @@ def make_teacher(
     """A teacher, likewise. `best_of`: how many of its likeliest tokens are wanted, and at which
     temperature.
     """
-    section = inputs.cfg.teacher
-    assert section is not None
-    model = teacher_model(one, section, inputs.cfg.model.device)
-    return _frozen_backend(inputs, partial(_load_teacher, model), temperature, best_of)
+    cfg = inputs.cfg
+    assert cfg.teacher is not None
+    model = teacher_model(one, cfg.teacher, cfg.model.device)
+    # the student's products may be in FP8
+    train = cfg.train.model_copy(update={"precision": "model"})
+    cfg = cfg.model_copy(update={"train": train})
+    return _frozen_backend(cfg, model, partial(_load_teacher, model), temperature, best_of)
 
 
 def _frozen_backend(
-    inputs: ModelInputs,
+    cfg: Config,
+    section: ModelConfig,
     load: Callable[[bool], CausalModel],
     temperature: float,
     best_of: tuple[int, float] = (0, 1.0),
 ) -> Backend:
-    """`load(True)` loads into host memory."""
-    cfg = inputs.cfg
+    """Of the model that `section` describes; `load(True)` loads it into host memory."""
     ranks = ranks_of(cfg)
     settings: dict[str, Any] = {"total_steps": 1, "temperature": temperature}
     if ranks is not None:
         return backend_on_ranks(cfg.train.backend)(
-            ranks, partial(load, True), cfg.train, compiled=compiles(cfg.model), **settings
+            ranks, partial(load, True), cfg.train, compiled=compiles(section), **settings
         )
     model = load(False)
     k, at = best_of
