@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from reinforge.backends.local import LocalBackend
 from reinforge.backends.teachers import LocalTeacher, Teachers
@@ -124,7 +124,7 @@ def _load_reference(inputs: ModelInputs, in_host_memory: bool) -> CausalModel:
     model = load_policy(inputs.cfg, scores=False, in_host_memory=in_host_memory)
     assert isinstance(model, CausalModel)
     if begins_as_base(model.module):
-        model.module.base_model.disable_adapter_layers()
+        cast(Any, model.module.base_model).disable_adapter_layers()
     if not in_host_memory:
         model.form = answer_form(inputs, model)
     model.module.requires_grad_(False)
