@@ -2,7 +2,8 @@
 configuration.
 
 Imports no torch: `plan` asks before anything is loaded. Checked against peaks measured on an H200
-(tests/unit/backends/test_memory_model.py).
+(tests/unit/backends/test_memory_model.py), and of one rank of many against every tensor that FSDP2
+allocates (tests/unit/benchmarks/test_rank_of_many.py).
 
 Legend: N packed tokens, L layers, H hidden, I inner size of the MLP, Q = heads x head size, K =
 key/value heads x head size, V vocabulary, b bytes per element of the module.
@@ -42,7 +43,12 @@ FAR_ENOUGH = 24576
 
 
 def weight_bytes(f: ModelFacts) -> int:
-    """With the adapter, which is float32. Of weights in NF4 one matrix at a time is unpacked."""
+    """With the adapter, which is float32. Of weights in NF4 one matrix at a time is unpacked. A
+    shard that is trained is float32: it is its own master.
+    """
+    if f.shards is not None:
+        frozen = f.parameters() - (f.learning() if f.rank is None else 0)
+        return (f.learning() * FLOAT + frozen * f.itemsize) // f.shards
     largest = max(a * b for a, b, _ in f.linears().values()) if f.packed else 0
     base = (f.parameters() - f.packed + largest) * f.itemsize + int(NF4 * f.packed)
     return base + (f.learning() * FLOAT if f.rank is not None else 0)
@@ -52,15 +58,19 @@ def optimizer_bytes(f: ModelFacts) -> int:
     """What it keeps, and the masters. On the device nothing of it with offload."""
     if f.offload:
         return 0
+    if f.shards is not None:
+        return moment_bytes(f)
     master = SPLIT if f.split else FLOAT
     return moment_bytes(f) + (int(f.learning() * master) if f.masters else 0)
 
 
 def moment_bytes(f: ModelFacts) -> int:
     """What the optimizer makes in its first step; of one that is not known as much as AdamW."""
+    return 0 if f.offload else _moments_of_all(f) // (f.shards or 1)
+
+
+def _moments_of_all(f: ModelFacts) -> int:
     n = f.learning()
-    if f.offload:
-        return 0
     if f.optimizer == "adamw_8bit":
         return int(n * (2 + 2 * FLOAT / 256))
     if f.optimizer == "lion":
@@ -80,8 +90,10 @@ def _sides(f: ModelFacts) -> int:
 
 def gradient_bytes(f: ModelFacts) -> int:
     """Sums, and the largest gradient as it comes out of the backward, before it is added (the
-    embedding's).
+    embedding's). Of shards the sums; what comes out of the backward is in `gathered`.
     """
+    if f.shards is not None:
+        return f.learning() * FLOAT // f.shards
     each = f.itemsize if f.narrow and f.masters else FLOAT
     return f.learning() * each + (f.vocab * f.hidden * f.itemsize if f.masters else 0)
 
@@ -92,18 +104,29 @@ def critic_bytes(f: ModelFacts) -> int:
 
 
 def head_bytes(f: ModelFacts, tokens: int, device: str = "cuda") -> int:
-    """One chunk of logits and of their gradient (on a CPU with five float32 copies), and the head's
-    own gradient in float32 with the product that is added to it.
+    """The head's own gradient in float32; beside it a chunk of logits, which become their gradient
+    in place (on a CPU with five float32 copies), and the product that is added to the head's. Where
+    there are several chunks, the next one is made before that one is gone.
     """
     elements = min(tokens * f.vocab, HEAD_ELEMENTS[device])
-    chunk = elements * (2 * f.itemsize if device == "cuda" else 2 * f.itemsize + 5 * FLOAT)
-    return chunk + (f.vocab * f.hidden * (FLOAT + f.itemsize) if f.rank is None else 0)
+    several = tokens * f.vocab > HEAD_ELEMENTS[device]
+    chunk = elements * (f.itemsize if device == "cuda" else 2 * f.itemsize + 5 * FLOAT)
+    weights = f.vocab * f.hidden if f.rank is None else 0
+    return weights * FLOAT + max(chunk + weights * f.itemsize, 2 * chunk if several else 0)
 
 
 def saved_attention(f: ModelFacts) -> dict[str, int]:
-    """Of what `saved` lists, the part of attention."""
+    """Of what `saved` lists, the part of attention. Norms of queries and keys keep what the other
+    norms keep of their inputs.
+    """
     b = f.itemsize
+    normed = f.query + f.key if f.head_norms else 0
+    if f.compiled and f.rank is None:
+        norms = b * normed
+    else:
+        norms = normed * (FLOAT if f.rank is not None else FLOAT + b)
     return {
+        "head_norms": norms,
         "q": b * f.query,
         "k": b * f.key,
         "v": b * f.value,
@@ -166,25 +189,43 @@ def saved(f: ModelFacts) -> dict[str, int]:
 
 
 def activation_bytes(f: ModelFacts) -> int:
-    """Per packed token: all layers (with gradient checkpointing their inputs, and one layer in
-    whole), and what is outside of them: embedding, final norm, rotary tables, the rows that the
-    head reads and their gradient.
+    """Per packed token, all that a pass can keep: of all layers, of one that is computed again, and
+    of what is outside of them.
     """
+    return kept_bytes(f) + recomputed_bytes(f) + outside_bytes(f)
+
+
+def kept_bytes(f: ModelFacts) -> int:
+    """Per packed token, what all layers keep; with gradient checkpointing their inputs."""
+    if f.checkpointing:
+        return f.layers * f.hidden * f.itemsize
     attention = sum(saved_attention(f).values())
     around = sum(saved(f).values()) - attention  # norms and MLP, which every layer has
-    state = saved_state(f)
     mixers = 0 if f.state is None else f.state.layers
-    if f.checkpointing:
-        layers = f.layers * f.hidden * f.itemsize + around + max(attention, state)
-    else:
-        layers = f.layers * around + f.attending * attention + mixers * state
-    return layers + f.hidden * (5 * f.itemsize + FLOAT) + 4 * f.head_dim * FLOAT + 64
+    return f.layers * around + f.attending * attention + mixers * saved_state(f)
+
+
+def recomputed_bytes(f: ModelFacts) -> int:
+    """Per packed token, the layer that gradient checkpointing has computed again, in whole."""
+    if not f.checkpointing:
+        return 0
+    attention = sum(saved_attention(f).values())
+    return sum(saved(f).values()) - attention + max(attention, saved_state(f))
+
+
+def outside_bytes(f: ModelFacts) -> int:
+    """Per packed token: embedding, final norm, rotary tables, the rows that the head reads and
+    their gradient.
+    """
+    return f.hidden * (5 * f.itemsize + FLOAT) + 4 * f.head_dim * FLOAT + 64
 
 
 def backward_bytes(f: ModelFacts) -> int:
-    """Per packed token: gradients inside the layer that the backward is in."""
+    """Per packed token: gradients inside the layer that the backward is in. Most are there inside
+    the MLP: of gate and up, while what `saved` lists of it is there too.
+    """
     work = 0 if f.state is None else FLOAT * f.state.work
-    return max(f.itemsize * 4 * (f.wide + f.hidden), work)
+    return max(f.itemsize * (2 * f.wide + 4 * f.hidden), work)
 
 
 def fp8_bytes(f: ModelFacts) -> int:
@@ -239,6 +280,53 @@ def kv_pool(
     return CachePool(blocks * block, slots, blocks * unit + slots * f.slot_bytes)
 
 
+def end_weights(f: ModelFacts) -> int:
+    """Embedding and head."""
+    return (1 if f.tied else 2) * f.vocab * f.hidden
+
+
+def gathered_bytes(f: ModelFacts) -> int:
+    """What FSDP2 has of the whole model on a rank while the backward is in a layer: the ends, this
+    layer and the one before it in the precision of the module; of the one after it the gradients
+    in float32, on their way to the shards; and gradients that wait: of the head, and of the first
+    matrix of this layer that the backward meets.
+    """
+    if f.shards is None:
+        return 0
+    layer = f.body() // f.layers
+    found = (end_weights(f) + 2 * layer) * f.itemsize
+    if f.rank is None:
+        a, b, n = f.linears()["down_proj"]
+        found += layer * FLOAT + (f.vocab * f.hidden + a * b * n) * f.itemsize
+    return found
+
+
+def stages(f: ModelFacts, tokens: int, device: str = "cuda") -> dict[str, dict[str, int]]:
+    """What a training pass over micro-batches of `tokens` has at the stages that can be its peak,
+    beside what it always has: in the backward of the head, in that of the last layer, and where
+    shards get the gradients of the ends.
+    """
+    kept = tokens * kept_bytes(f)
+    cut = f.shards is not None
+    found = {
+        "head": {
+            "activations": kept + tokens * outside_bytes(f),
+            "head": head_bytes(f, tokens, device),
+            # the last layer that was gathered, and the ends
+            "gathered": (end_weights(f) + f.body() // f.layers) * f.itemsize if cut else 0,
+        },
+        "layer": {
+            "activations": kept + tokens * recomputed_bytes(f),
+            "head": tokens * backward_bytes(f),
+            "gathered": gathered_bytes(f),
+        },
+    }
+    if cut and f.rank is None:
+        ends = end_weights(f) * (f.itemsize + FLOAT) + f.body() // f.layers * FLOAT
+        found["end"] = {"activations": 0, "head": 0, "gathered": ends}
+    return found
+
+
 def training(
     f: ModelFacts,
     tokens: int,
@@ -248,15 +336,14 @@ def training(
     critic: bool = False,
 ) -> dict[str, int]:
     """Bytes of each part at the peak of a training pass over micro-batches of `tokens`."""
-    # one after the other, never both
-    working = max(head_bytes(f, tokens, device), tokens * backward_bytes(f))
+    peak = max(stages(f, tokens, device).values(), key=total)
+    copied = f.parameters() * f.itemsize // (f.shards or 1)
     return {
         "weights": weight_bytes(f),
         "optimizer": optimizer_bytes(f),
         "gradients": gradient_bytes(f),
-        "activations": tokens * activation_bytes(f),
-        "head": working,
-        "reference": f.parameters() * f.itemsize if reference and f.rank is None else 0,
+        **peak,
+        "reference": copied if reference and f.rank is None else 0,
         "critic": critic_bytes(f) if critic else 0,
         **({"libraries": LIBRARIES} if device == "cpu" else {}),
     }
@@ -290,7 +377,7 @@ def generation(
     held = training(f, 0, device, reference=reference, critic=critic)
     if critic:
         held["critic"] -= gradient_bytes(f)
-    still = {k: v for k, v in held.items() if k not in ("gradients", "activations")}
+    still = {k: v for k, v in held.items() if k not in ("gradients", "activations", "gathered")}
     prefill = prefill_bytes(f) if device == "cuda" else 0
     return {**still, "head": logit_bytes(f, rows), "prefill": prefill, "kv": kv}
 
@@ -314,6 +401,7 @@ def budget(
         - reserved
         - sum(parts[name] for name in ("optimizer", "gradients", "reference", "critic"))
         - head_bytes(f, MOST)
+        - gathered_bytes(f)
     )
     fits = int(SHARE * left / (activation_bytes(f) + backward_bytes(f))) // 1024 * 1024
     return max(LEAST, min(fits, MOST, max(FAR_ENOUGH, -(-longest // 1024) * 1024)))

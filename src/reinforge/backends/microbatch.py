@@ -152,6 +152,7 @@ def facts_of(model: PackedModel, *, optimizer: OptimizerConfig | None = None) ->
         matrices=counted.matrices,
         met=counted.met,
         packed=counted.packed,
+        head_norms=counted.head_norms,
         checkpointing=bool(getattr(model.plain, "is_gradient_checkpointing", False)),
         compiled=any(
             getattr(part, "_compiled_call_impl", None) is not None for part in model.trunk.modules()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from reinforge.backends.memory_model import kv_token_bytes, weight_bytes
@@ -174,7 +174,9 @@ def generate_seconds(f: ModelFacts, machine: Machine, work: StepWork) -> float:
     prefill = (
         forward_flops(f, work.samples / work.group * work.prompt_tokens, work.prompt_tokens) / speed
     )
-    reads = weight_bytes(f) + rows * kv_token_bytes(f, work.fp8_cache) * length
+    reads = (
+        weight_bytes(replace(f, shards=None)) + rows * kv_token_bytes(f, work.fp8_cache) * length
+    )
     if work.fp8:
         reads -= f.body() * (f.itemsize - 1)
     step = LAYER_SECONDS[mode] * f.layers + max(

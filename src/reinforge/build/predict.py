@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from reinforge.backends import memory_model, roofline
@@ -82,7 +82,8 @@ def predict(
 
     Completions count with rollout.max_new_tokens: shorter ones take less. `budget`: tokens per
     micro-batch where they are known already. `teachers`: those with actors of their own, where
-    their shapes are known.
+    their shapes are known. `devices`: that train; memory is that of one of them, the first, which
+    also generates.
     """
     needs = needs_of(cfg) if needs is None else needs
     own_critic = "values" in needs and not (cfg.critic is not None and cfg.critic.shared)
@@ -108,7 +109,8 @@ def predict(
         fp8=cfg.rollout.precision == "fp8",
         fp8_cache=cfg.rollout.cache_precision == "fp8",
     )
-    free = int(USABLE * machine.memory) - memory_model.weight_bytes(facts)
+    copied = _generating_copy(cfg, facts)
+    free = int(USABLE * machine.memory) - memory_model.weight_bytes(facts) - copied
     if budget is None:
         asked = cfg.train.tokens_per_microbatch
         auto = (
@@ -117,7 +119,10 @@ def predict(
             else memory_model.budget(facts, free, **copies, reserved=int(KEEP * machine.memory))
         )
         budget = auto if asked == "auto" else asked
-    packed = max(longest, min(budget, math.ceil(work.tokens / cfg.algorithm.minibatches)))
+    together = cfg.train.sequence_parallel  # ranks that each compute a slice of a pack
+    groups = max(1, devices // (together * cfg.train.tensor_parallel))
+    tokens = math.ceil(work.tokens / cfg.algorithm.minibatches / groups)
+    packed = math.ceil(max(longest, min(budget, tokens)) / together)
     parts = {"train": memory_model.training(facts, packed, machine.kind, **copies)}
     if rl:
         parts["generate"] = memory_model.generation(
@@ -128,7 +133,8 @@ def predict(
         copies["reference"] and cfg.algorithm.kl.reference.kind != "frozen"
     )
     for found in parts.values():
-        found["averages"] = followers * memory_model.FLOAT * facts.learning()
+        found["averages"] = followers * memory_model.FLOAT * facts.learning() // (facts.shards or 1)
+        found["copy"] = copied
     cache = None
     if rl and cfg.rollout.engine == "native":
         cache = _cache(cfg, facts, machine, longest, parts)
@@ -137,9 +143,11 @@ def predict(
             parts["train"] |= {"kv": cache.bytes, "fp8": parts["generate"]["fp8"]}
     elif rl:
         _add_server(cfg, machine, parts)
+    faster = 1 if machine.kind == "cpu" else devices  # ranks share the cores of a CPU
     seconds = {
-        "train": roofline.train_seconds(facts, machine, work),
-        "generate": roofline.generate_seconds(facts, machine, work),
+        "train": roofline.train_seconds(facts, machine, work) / faster,
+        "generate": roofline.generate_seconds(facts, machine, work)
+        / (faster if cfg.rollout.all_ranks else 1),
     }
     # useful ones: nothing computed twice
     flops = (3 - (facts.rank is not None)) * roofline.forward_flops(
@@ -221,6 +229,14 @@ def _actors(
             },
         }
     }
+
+
+def _generating_copy(cfg: Config, facts: ModelFacts) -> int:
+    """Bytes of the whole model beside the shards, where the native engine generates with it."""
+    native = cfg.algorithm.rl and cfg.rollout.engine == "native"
+    if facts.shards is None or not native or cfg.cluster.layout == "split":
+        return 0
+    return memory_model.weight_bytes(replace(facts, shards=None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +339,8 @@ def shown(prediction: dict[str, Any]) -> list[tuple[str, str]]:
     """(label, text) lines for people."""
     machine = prediction["machine"]
     assumed = prediction["assumed"]
+    devices = prediction["rates"]["devices"]
+    rank = f", one of {devices}" if devices > 1 else ""
     lines = []
     for phase, parts in prediction["memory_gib"].items():
         rest = sorted(((v, k) for k, v in parts.items() if k != "peak"), reverse=True)
@@ -339,7 +357,7 @@ def shown(prediction: dict[str, Any]) -> list[tuple[str, str]]:
                 f"memory to {phase}",
                 (
                     f"{_short(parts['peak'])} of {machine['memory_gib']:g} GiB on"
-                    f" {machine['name']}: {listed}{packed}"
+                    f" {machine['name']}{rank}: {listed}{packed}"
                 ),
             )
         )

@@ -52,6 +52,16 @@ def ranks_here(cfg: Config) -> int:
     return how_many(cfg.train.ranks, pick_device(cfg.model.device).type)
 
 
+def ranks_planned(cfg: Config) -> int:
+    """How many ranks a run of the config is expected to have, wherever it will be started: those
+    that it asks for, or those of this machine.
+    """
+    try:
+        return cfg.train.ranks or ranks_here(cfg)
+    except InputError:  # there is no GPU here, and ranks were not counted
+        return 1
+
+
 def ranks_of(cfg: Config) -> Ranks | None:
     """The open ranks, where the config trains on them; None where one process does it, as in an
     evaluation.

@@ -62,6 +62,9 @@ class ModelFacts:
     matrices: int | None = None  # counted in the layers; None: computed from the sizes
     met: int | None = None  # of these, by one token
     packed: int = 0  # of the weights, in NF4
+    head_norms: bool = False  # queries and keys have norms of their own
+    # ranks that FSDP2 cuts the weights over; None: they are whole. All counts are of the whole
+    shards: int | None = None
     state: StateFacts | None = None  # of layers that keep state; None: all attend
 
     @classmethod

@@ -29,6 +29,10 @@ KINDS = (
     "other",
     "adapter",
 )
+# what architectures call the norms of queries and keys
+HEAD_NORMS = frozenset(
+    f"{who}_{norm}" for who in ("q", "k", "query", "key") for norm in ("norm", "layernorm")
+)
 OF_LAYERS = frozenset({"attention", "state layers", "MLP", "experts", "router", "other"})
 
 
@@ -44,6 +48,7 @@ class WeightCounts:
     met: int  # of these, by one token: of experts those that are chosen for it
     linear: int  # of the matrices, those of linear layers: what NF4 packs
     packed: int  # in NF4
+    head_norms: bool  # whether queries and keys have norms of their own
 
     @property
     def base(self) -> int:
@@ -76,6 +81,7 @@ def count_weights(module: Any, *, experts: int = 1, active: int = 1) -> WeightCo
         matrices - idle,
         linear,
         packed,
+        any(name.rpartition(".")[2] in HEAD_NORMS for name, _ in module.named_modules()),
     )
 
 

@@ -13,6 +13,7 @@ from reinforge.build.predict import (
     predict,
     texts_together,
 )
+from reinforge.build.ranks import ranks_planned
 from reinforge.build.teachers import teacher_model
 from reinforge.config.schema import Config
 from reinforge.core.model_facts import ModelFacts
@@ -40,7 +41,14 @@ class Expectation:
     teachers: tuple[ModelFacts, ...] = ()  # those with actors of their own
 
     def prediction(self) -> dict[str, Any]:
-        return predict(self.cfg, self.facts, self.machine, self.lengths, teachers=self.teachers)
+        return predict(
+            self.cfg,
+            self.facts,
+            self.machine,
+            self.lengths,
+            devices=self.facts.shards or 1,
+            teachers=self.teachers,
+        )
 
     @property
     def usable_gib(self) -> float:
@@ -76,10 +84,12 @@ def expected(
         matrices=counts.matrices,
         met=counts.met,
         packed=counts.linear if adapter and adapter.kind == "qlora" else 0,
+        head_norms=counts.head_norms,
         itemsize=4 if "float32" in (cfg.model.dtype, narrow) else 2,
         rank=adapter.rank if adapter else None,
         checkpointing=cfg.model.gradient_checkpointing,
         compiled=cfg.model.compile and machine.kind == "cuda",
+        shards=ranks_planned(cfg) if cfg.train.backend == "fsdp" else None,
         **cfg.train.optimizer.facts(),
     )
     return Expectation(cfg, facts, counts, machine, lengths, _teacher_shapes(cfg, machine))

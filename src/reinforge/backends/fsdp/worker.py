@@ -131,18 +131,11 @@ class FsdpWorker(RankWorker):
         return SequenceSlices(mesh["slice"].get_group())
 
     def facts(self) -> ModelFacts:
-        """With this rank's share of the weights."""
-        whole = replace(super().facts(), itemsize=self.dtype.itemsize)
-        return replace(
-            whole,
-            weights=(whole.weights or 0) // self.member.size,
-            trained=(whole.trained or 0) // self.member.size,
-        )
+        """In the precision of a pass: shards are float32."""
+        return replace(super().facts(), itemsize=self.dtype.itemsize, shards=self.member.size)
 
     def _budget(self, reference: bool, paired: bool) -> int:
-        """As for one process, with a share of weights and moments, and two layers and the ends of
-        the model in whole.
-        """
+        """As for one process, by what one rank holds."""
         memory = device_memory(self.member.device)
         if memory is None:
             return CPU_BUDGET * self.parallel.sequence
@@ -150,11 +143,8 @@ class FsdpWorker(RankWorker):
         if self.cfg.offload_weights:
             # moments and gradients are not on the device
             share = replace(share, offload=True, trained=0)
-        gathered = (2 * share.body() // share.layers + 2 * share.vocab * share.hidden) * (
-            share.itemsize + 4
-        )
         others = optimizer_bytes(share) + gradient_bytes(share) if paired else 0
-        reserved = int(KEEP * memory.whole) + others + gathered
+        reserved = int(KEEP * memory.whole) + others
         fits = budget(share, memory.free, reference=reference, reserved=reserved)
         return fits * self.parallel.sequence
 
