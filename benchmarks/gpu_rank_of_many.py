@@ -86,7 +86,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 ROW = 1024  # tokens of a sequence
 PACKS = 2  # so that gradients of one are there while another is computed
-STEPS = 2  # moments are there from the first one on
+STEPS = 2
 BLOCK = 512  # bytes: what the allocator of CUDA rounds to
 
 
@@ -114,7 +114,7 @@ class Case:
 class Found:
     """The peaks of a rank, in bytes."""
 
-    phases: dict[str, int]  # of the last step
+    phases: dict[str, int]  # of the second step
     predicted: dict[str, int]  # by part, at the peak of training
 
     @property
@@ -183,7 +183,7 @@ def fake_group(ranks: int) -> Iterator[None]:
 
 
 def peaks(worker: LonelyWorker, packs: list[Batch], totals: Totals, meter: Any) -> dict[str, int]:
-    """Of the phases of the last step; `meter` has `reset` and `peak`."""
+    """Of the phases of a step that is not the first; `meter` has `reset` and `peak`."""
     dealt = [(batch, True) for batch in packs]
     work = {
         "reference": lambda: worker.annotate_packs(dealt, frozenset({"reference"})),
@@ -191,13 +191,14 @@ def peaks(worker: LonelyWorker, packs: list[Batch], totals: Totals, meter: Any) 
         "train": lambda: worker.train_packs(dealt, NLLLoss(), totals),
         "step": worker.step,
     }
+    worker.train_packs(dealt[:1], NLLLoss(), totals)
+    worker.step()  # moments are there from now on
     found = {}
-    for _ in range(STEPS):
-        for phase, do in work.items():
-            if phase != "reference" or worker.has_reference:
-                meter.reset()
-                do()
-                found[phase] = meter.peak()
+    for phase, do in work.items():
+        if phase != "reference" or worker.has_reference:
+            meter.reset()
+            do()
+            found[phase] = meter.peak()
     return found
 
 
@@ -244,7 +245,6 @@ class TrackedMemory(TorchDispatchMode):
         self.most = 0
 
     def reset(self) -> None:
-        gc.collect()
         self.most = self.now
 
     def peak(self) -> int:

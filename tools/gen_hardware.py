@@ -172,6 +172,7 @@ def counts(size: str, rank: int = 0) -> WeightCounts:
         met=grown(one.met, two.met),
         linear=grown(one.linear, two.linear),
         packed=grown(one.packed, two.packed),
+        head_norms=one.head_norms,
     )
 
 

@@ -236,7 +236,27 @@ def test_optimizer_gradients_and_copies() -> None:
         and memory_model.training(adapter, 1000, reference=True)["reference"] == 0
     )
     assert memory_model.kv_token_bytes(SMALL) == 2 * 24 * 2 * 64 * 2
-    assert memory_model.head_bytes(SMALL, 100_000) == 2 * 2 * (1 << 28) + 151936 * 896 * 6
+    ends = 151936 * 896
+    # of several chunks of logits two, and of one the product beside it
+    assert memory_model.head_bytes(SMALL, 100_000) == 2 * 2 * (1 << 28) + 4 * ends
+    assert memory_model.head_bytes(SMALL, 100) == 2 * 100 * 151936 + 6 * ends
+
+
+def test_a_rank_has_its_share_and_what_is_gathered() -> None:
+    """Shards are float32 and their own masters; tests/unit/benchmarks/test_rank_of_many.py holds
+    the rest against what FSDP2 allocates.
+    """
+    n = SMALL.parameters()
+    rank = replace(SMALL, shards=64)
+    assert memory_model.weight_bytes(rank) == 4 * n // 64 == memory_model.gradient_bytes(rank)
+    assert memory_model.optimizer_bytes(rank) == 8 * n // 64
+    parts = memory_model.training(rank, 1000, reference=True)
+    assert parts["reference"] == 2 * n // 64
+    assert parts["gathered"] > 2 * 151936 * 896 > 10 * parts["weights"]
+    # an adapter has no gradients of what is gathered
+    adapted = memory_model.gathered_bytes(replace(rank, rank=16))
+    assert adapted == 2 * 151936 * 896 + 4 * (SMALL.body() // 24)
+    assert memory_model.gathered_bytes(SMALL) == 0
 
 
 def test_the_pool_is_the_engines() -> None:

@@ -22,8 +22,14 @@ from reinforge.plan.options import stated_gpu
 from reinforge.plan.prediction import expected
 
 TOY = SHAPES["toy"]
-LAYERS = {**TOY, "vocab_size": 512, "hidden_size": 512, "intermediate_size": 4096}
-DEEP = {**TOY, "vocab_size": 1024, "num_hidden_layers": 5}
+LAYERS = {
+    **TOY,
+    "vocab_size": 512,
+    "hidden_size": 512,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 3,
+}
+DEEP = {**TOY, "vocab_size": 1024, "num_hidden_layers": 4}
 # what each is the largest part of
 CASES = {
     "activations": Case(TOY, tokens=2048),
