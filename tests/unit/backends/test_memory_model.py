@@ -497,6 +497,29 @@ def test_a_prediction_has_the_share_of_a_server_beside_the_trainer(
     assert "server" not in parts("train.backend=fsdp")["generate"]  # a rank's part is not predicted
 
 
+def test_a_prediction_is_of_one_rank(make: Callable[..., Config]) -> None:
+    """64 ranks: the work of training is divided; rank 0 has a copy to generate with, and does that
+    alone unless all ranks do.
+    """
+    given = ("train.backend=fsdp", "train.ranks=64", "rollout={max_new_tokens: 1024}")
+    cfg = make("run", "grpo", *given)
+    one = predict(make("run", "grpo", given[2]), BIG, H200, (256.0, 256), budget=8192)
+    rank = predict(cfg, replace(BIG, shards=64), H200, (256.0, 256), budget=8192, devices=64)
+    weights = 2 * BIG.parameters() / GIB
+    for phase in ("train", "generate"):
+        parts = rank["memory_gib"][phase]
+        assert parts["copy"] == pytest.approx(weights, rel=1e-3)
+        assert parts["optimizer"] < one["memory_gib"][phase]["optimizer"] / 64
+    assert "gathered" in rank["memory_gib"]["train"]
+    assert "gathered" not in rank["memory_gib"]["generate"]
+    assert rank["seconds"]["train"] == pytest.approx(one["seconds"]["train"] / 64, rel=1e-3)
+    assert rank["seconds"]["generate"] == one["seconds"]["generate"]
+    assert "on NVIDIA H200, one of 64: " in dict(shown(rank))["memory to train"]
+    everyone = make("run", "grpo", *given, "rollout.all_ranks=true")
+    shared = predict(everyone, replace(BIG, shards=64), H200, (256.0, 256), devices=64)
+    assert shared["seconds"]["generate"] == pytest.approx(one["seconds"]["generate"] / 64, rel=1e-3)
+
+
 def test_a_prediction_says_what_the_cache_holds(make: Callable[..., Config]) -> None:
     """0.5B: 512 sequences of 1,280 tokens are 7.5 GiB, which is little. With 32,768 tokens all of
     them are 193 GiB: the cache takes nine tenths of what the weights, the optimizer and the work of
