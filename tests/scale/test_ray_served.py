@@ -23,9 +23,7 @@ from helpers import ray_cluster
 from helpers.ray_cluster import FAST, Hurting, need_ray
 from helpers.stub_servers import StubServers, bigram, stub_of
 from helpers.tiny_runs import launch, lines, make_config
-from helpers.toys import train_config
 from helpers.vllm_python import START, vllm_python
-from reinforge.backends.local import LocalBackend
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.errors import WeightMismatch
 from reinforge.engines.served.engine import ServedEngine
@@ -33,6 +31,7 @@ from reinforge.models.causal import CausalModel
 
 need_ray()
 pytestmark = pytest.mark.timeout(600)
+SPLIT = (*FAST, "cluster.layout=split", "cluster.engines=2", "rollout.engine=sglang")
 WIDE = 40_000  # of the MLP: 31 MB of weights, which the bigrams of the stub never look at
 
 
@@ -43,16 +42,6 @@ def ray_is_up() -> Iterator[None]:
 
 
 # ---- in actors ----
-
-
-def load_model(_: dict[str, Any], path: str) -> CausalModel:
-    from transformers import AutoModelForCausalLM
-
-    return CausalModel(AutoModelForCausalLM.from_pretrained(path))
-
-
-def make_backend(objects: dict[str, Any]) -> LocalBackend:
-    return LocalBackend(objects["model"], train_config(), total_steps=9)
 
 
 def table_of(model: CausalModel) -> torch.Tensor:
@@ -105,32 +94,37 @@ def spoil_next(engine: ServedEngine) -> None:
 # ---- two engines over stubs ----
 
 
+def engine_of(servers: StubServers) -> dict[str, Any]:
+    return {"env": servers.setup().cfg.env, "start_seconds": 120}
+
+
 class Served:
-    """A trainer in an actor, and two engine actors with a stub of SGLang each."""
+    """A trainer in an actor, and two engine actors with a stub of SGLang each, as a run makes
+    them; but for the proof, since the stub is no Llama.
+    """
 
-    def __init__(self, folder: Path, cluster: Any):
-        from reinforge.build.ray import make_served_in_actor
-        from reinforge.cluster.actor import MODEL, SCORE
-        from reinforge.cluster.backend import RemoteBackend
-        from reinforge.cluster.engine import RemoteEngine
+    def __init__(self, folder: Path, tokenizer: Any, cluster: Any):
+        from reinforge.build.inputs import ModelInputs
+        from reinforge.build.ray import RayFactories
+        from reinforge.cluster.actor import SCORE
 
-        self.servers = StubServers(stub_of("sglang"), folder, intermediate_size=WIDE)
-        self.cluster = cluster
-        self.trainer = cluster.workers("policy")
-        self.trainer.make(MODEL, load_model, str(self.servers.model))
-        self.trainer.make(SCORE, make_score)
-        self.backend = RemoteBackend(self.trainer, "policy", make_backend, shares=False)
-        setup = self.servers.setup()
-        self.engine = RemoteEngine(
-            cluster,
-            [partial(cluster.workers, "engine", i) for i in range(2)],
-            "engine",
-            make_served_in_actor,
-            setup,
-            shares=False,
-            reroutes=True,
-            served=setup,
+        self.servers = StubServers(
+            stub_of("sglang"), folder, intermediate_size=WIDE, vocab_size=len(tokenizer)
         )
+        tokenizer.save_pretrained(self.servers.model)
+        cfg = make_config(
+            str(self.servers.model), folder, "run", "grpo", *SPLIT, engine=engine_of(self.servers)
+        )
+        inputs = ModelInputs(cfg, False, context=128, stop_tokens=frozenset(), longest=64)
+        self.cluster = cluster
+        factories = RayFactories(cluster)
+        policy = factories.make_policy(inputs)
+        self.backend: Any = factories.make_backend(
+            inputs, policy, steps=9, temperature=1.0, reference=None
+        )
+        self.engine: Any = factories.make_engine(inputs, policy)
+        self.trainer = cluster.workers("policy")
+        self.trainer.make(SCORE, make_score)
         self.version = -1
 
     async def update(self, seed: int) -> torch.Tensor:
@@ -166,13 +160,16 @@ class Served:
 
 class TestTwoEngines:
     @pytest.fixture(scope="class")
-    def served(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    def served(self, tiny_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+        from transformers import AutoTokenizer
+
         from reinforge.cluster.ray_cluster import RayCluster
         from reinforge.config.cluster import ClusterConfig
 
         cfg = ClusterConfig(kind="ray", layout="split", engines=2)
         with RayCluster.open(cfg, "cpu", ranks=1, critic=False, rewards=0) as cluster:
-            yield Served(tmp_path_factory.mktemp("served"), cluster)
+            tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
+            yield Served(tmp_path_factory.mktemp("served"), tokenizer, cluster)
 
     def test_actors_hold_no_weights_and_their_servers_have_the_trainers(
         self, served: Served
@@ -269,8 +266,9 @@ def held_by_engines(found: list[int]) -> None:
     found += [groups[f"engine-{i}"].apply("engine", tensor_bytes) for i in range(2)]
 
 
+@pytest.mark.long
 def test_a_run_whose_engines_load_nothing(tiny_dir: str, tmp_path: Path) -> None:
-    """As it is built from a config. The stub is no Llama, so the proof is told to accept it."""
+    """From its first step to its last. The proof is told to accept a stub that is no Llama."""
     servers = StubServers(stub_of("sglang"), tmp_path)
     found: list[int] = []
     cfg = make_config(
@@ -278,12 +276,9 @@ def test_a_run_whose_engines_load_nothing(tiny_dir: str, tmp_path: Path) -> None
         tmp_path,
         "run",
         "grpo",
-        *FAST,
-        "cluster.layout=split",
-        "cluster.engines=2",
-        "rollout.engine=sglang",
+        *SPLIT,
         "train.steps=2",
-        engine={"env": servers.setup().cfg.env, "tolerance": 1e9, "start_seconds": 120},
+        engine={**engine_of(servers), "tolerance": 1e9},
     )
     launch(cfg, Hurting(2, partial(held_by_engines, found)))
     assert len(found) == 2 and max(found) < 1e5
