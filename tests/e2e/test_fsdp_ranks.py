@@ -33,7 +33,10 @@ class TestFsdp(RunsOnRanks):
 
 
 class TestFsdpCommands(CommandsOnRanks):
+    """Every rank generates; with DeepSpeed and Megatron rank 0 does."""
+
     backend = "fsdp"
+    keys = ("rollout.all_ranks=true",)
     library = False
 
     @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

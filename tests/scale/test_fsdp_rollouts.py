@@ -11,12 +11,15 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
+from helpers.collectives import ProofCount, RankTraffic, counted
+from helpers.split_backends import LENGTHS, load
+from helpers.split_backends import update as train
 from helpers.tiny_runs import LORA, launch, lines, tensors
 from helpers.toy_architectures import make_architecture
-from helpers.toys import make_model, relative, run, tokens_of
+from helpers.toys import make_model, make_samples, relative, run, tokens_of, train_config
 from reinforge.backends.distributed.ranks import Ranks
+from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.cluster.data_parallel import DataParallelEngine, RankEngine, dispatch_requests
 from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.errors import InputError
@@ -71,30 +74,44 @@ def test_requests_are_dealt_by_what_they_cost() -> None:
     )
 
 
+def trained(ranks: Ranks, own: NativeEngine, make: Any, **changes: Any) -> FsdpBackend:
+    """What trains on the ranks; rank 0 generates with the engine `own`."""
+    return FsdpBackend(
+        ranks, make, train_config(backend="fsdp", **changes), full=own.model, total_steps=10
+    )
+
+
 def test_the_samples_are_those_of_one_engine(ranks: Ranks) -> None:
-    """Also after an update, which every rank gets: rank 1 was made with other weights."""
+    """Also after an update, which every rank gets, once: the copy of rank 1 was made with other
+    weights. What reaches rank 1 is one copy of the weights, and the words of the commands.
+    """
     alone = make_engine()
     own = make_engine()
+    backend = trained(ranks, own, partial(make_model, max_position_embeddings=4096))
     spread = DataParallelEngine(ranks, own, partial(make_engine, 7))
     assert isinstance(spread, Engine)
+    size = sum(4 * shape.numel() for shape in backend.worker.shapes.values())
 
-    async def work() -> None:
-        await spread.update(Weights("shared", module=own.model.module), 3)
+    async def work(traffic: int) -> None:
+        await spread.update(backend.weights(), 3)
         assert same(await ask(spread), await ask(alone))
         assert same(await ask(spread, 1), await ask(alone, 1))  # one rank has nothing to do
-        with torch.no_grad():
-            for model in (own.model, alone.model):
-                for p in model.module.parameters():
-                    p.mul_(1.1)
+        train(backend, make_samples(LENGTHS))
         await spread.sleep()
-        await spread.update(Weights("shared", module=own.model.module), 4)
+        ranks.call(traffic, "received")
+        await spread.update(backend.weights(), 4)
+        received = ranks.call(traffic, "received")[1]
+        assert size <= received < 1.05 * size
+        assert size > 200_000  # beside which the commands are nothing
+        alone.model.module.load_state_dict(own.model.module.state_dict())
         await alone.update(Weights("shared", module=alone.model.module), 4)
         found = await ask(spread)
         assert same(found, await ask(alone)) and {
             v for g in found for c in g for v in c.versions
         } == {4}
 
-    run(work(), 120)
+    with counted(ranks, RankTraffic) as traffic:
+        run(work(traffic), 120)
     seen = ranks.call(spread.id, told)
     assert (
         all(tokens > 0 and version == 4 for tokens, version, _ in seen) and seen[0][2] == seen[1][2]
@@ -106,22 +123,23 @@ def test_the_samples_are_those_of_one_engine(ranks: Ranks) -> None:
     )
 
 
-def make_mixture(bias: float = 0.0) -> NativeEngine:
-    model = CausalModel(make_architecture("deepseek_v3"))
-    for _, own in biases_of(model.module):
-        own.fill_(bias)
-    return NativeEngine(model, kv_gib=0.01, context=64)
+def make_mixture() -> NativeEngine:
+    return NativeEngine(CausalModel(make_architecture("deepseek_v3")), kv_gib=0.01, context=64)
 
 
-def biases(rank_engine: RankEngine) -> list[float]:
-    return [float(x.mean()) for _, x in biases_of(rank_engine.engine.model.module)]
+def biases(rank_engine: RankEngine) -> list[list[float]]:
+    return [x.tolist() for _, x in biases_of(rank_engine.engine.model.module)]
 
 
 def test_every_rank_gets_the_biases_of_the_routers(ranks: Ranks) -> None:
-    own = make_mixture(0.25)
+    own = make_mixture()
+    backend = trained(ranks, own, partial(load, "deepseek_v3"), router_bias_rate=0.004)
     spread = DataParallelEngine(ranks, own, make_mixture)
-    run(spread.update(Weights("shared", module=own.model.module), 1), 120)
-    assert ranks.call(spread.id, biases) == [[0.25], [0.25]]
+    for seed in range(3):
+        train(backend, make_samples((20, 19, 21), seed))
+    run(spread.update(backend.weights(), 1), 120)
+    first, second = ranks.call(spread.id, biases)
+    assert first == second and max(abs(x) for row in first for x in row) > 0.003
 
 
 def test_a_bad_request_is_the_askers_error(ranks: Ranks) -> None:
@@ -192,3 +210,21 @@ def test_a_run_is_that_of_one_process(
     mine = tensors(all_of_them)
     trained = [k for k in theirs if k.startswith("model/")]
     assert relative({k: mine[k] for k in trained}, {k: theirs[k] for k in trained}) < 1e-4
+
+
+def test_a_model_is_proved_once_and_not_by_every_rank(ranks: Ranks, make: Any) -> None:
+    """The policy, of which each rank loads a part to train and a copy to generate with, and a
+    critic with weights of its own.
+    """
+    cfg = make(
+        "run",
+        "ppo",
+        "train.backend=fsdp",
+        "train.ranks=2",
+        "train.steps=1",
+        "rollout.all_ranks=true",
+        critic={},
+    )
+    with counted(ranks, ProofCount) as proofs:
+        launch(cfg)
+        assert ranks.call(proofs, "proofs") == [2, 0]

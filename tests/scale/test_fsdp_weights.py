@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.collectives import ReceivedBytes
 from helpers.split_backends import LENGTHS, load, update
 from helpers.toys import make_samples, train_config
 from reinforge.backends.distributed.ranks import Ranks
@@ -31,34 +31,14 @@ pytestmark = pytest.mark.timeout(600)
 RANKS = 4
 
 
-class GatheredBytes(TorchDispatchMode):
-    """Bytes that gathers leave on this rank, whoever asks for them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-        self.calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = str(func)
-        if "_c10d_functional.all_gather" in name:
-            self.calls += 1
-            self.bytes += out.numel() * out.element_size()
-        elif name.startswith("c10d._allgather_base"):
-            self.calls += 1
-            self.bytes += args[0].numel() * args[0].element_size()
-        return out
-
-
 def counted(worker: FsdpWorker, with_copy: bool) -> tuple[int, int, float]:
     """Bytes and transfers of a gather, and the sum of the copy that this rank put it into."""
     copy = load("bfloat16", seed=5).module if with_copy else None
     worker.member.copy = copy
-    with GatheredBytes() as found:
-        worker.publish(None)
+    with ReceivedBytes() as found:
+        worker.publish()
     worker.member.copy = None
-    return found.bytes, found.calls, 0.0 if copy is None else summed(copy)
+    return found.bytes, found.gathers, 0.0 if copy is None else summed(copy)
 
 
 def summed(module: torch.nn.Module) -> float:

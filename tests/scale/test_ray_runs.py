@@ -4,6 +4,7 @@ also when workers die.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -158,6 +159,46 @@ def test_ranks_are_actors(setup: Callable[..., Config]) -> None:
     there = run(setup("there", *FAST, *ranks), Hurting(10, kill("policy", 1)))
     assert digest(there) == digest(here)
     assert [e["role"] for e in events(there, "actor_lost")] == ["policy"]
+
+
+def requests_under_way(mailbox: Any) -> int:
+    return len(mailbox._running)
+
+
+def test_every_actor_generates(
+    setup: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A share each, as without Ray. Rank 1 is killed with its share of a step's answers in its
+    hands, later rank 0: both times the run comes out the same.
+    """
+    from helpers.open_clusters import watch_clusters
+    from reinforge.cluster.engine import MAILBOX, RemoteEngine
+
+    asked = (
+        *("train.backend=fsdp", "train.ranks=2", "rollout.all_ranks=true"),
+        *("rollout.max_new_tokens=200", "run.checkpoint.every=1"),
+    )
+    here = run(setup("here", *asked))
+    doomed = {2: 1, 5: 0}  # submission: rank
+    found: list[int] = []
+    submissions = itertools.count(1)
+    submit = RemoteEngine._submit
+
+    def hurting(self: Any, replica: Any, batches: Any) -> None:
+        submit(self, replica, batches)
+        rank = doomed.get(next(submissions))
+        if rank is not None:
+            time.sleep(0.1)  # the actors go on meanwhile
+            found.append(replica.workers.apply(MAILBOX, requests_under_way))
+            kill("policy", rank)()
+
+    monkeypatch.setattr(RemoteEngine, "_submit", hurting)
+    watch_clusters()
+    there = run(setup("there", *FAST, *asked))
+    assert found == [4, 4]
+    assert samples(there) == samples(here) and facts(there) == facts(here)
+    assert digest(there) == digest(here)
+    assert [e["role"] for e in events(there, "actor_lost")] == ["policy"] * 2
 
 
 @pytest.mark.long

@@ -22,6 +22,7 @@ from reinforge.engines.native.drafts import Speculation
 from reinforge.engines.served.dialect import ServerSetup
 from reinforge.engines.served.make import make_served
 from reinforge.models.answer_form import AnswerForm
+from reinforge.models.attention import MaskExtents, mask_extents
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import stop_tokens
 
@@ -72,7 +73,7 @@ def engine_of(
     """The engine of a run. What is started here ends with the process, or with the engine.
 
     `saved`: where the model was loaded from, if it was. `ranks`: that train; with
-    `rollout.all_ranks` each of them generates a share.
+    `inputs.all_ranks` each of them generates a share.
     """
     cfg = inputs.cfg
     stops = _stops(inputs, model)
@@ -84,9 +85,10 @@ def engine_of(
         move_to_device(model, cfg.model)
     size = 1 if ranks is None else ranks.size
     engine = native_engine(inputs, model, stops, ranks=size)
-    if ranks is None or not cfg.rollout.all_ranks:
+    if ranks is None or not inputs.all_ranks:
         return engine
-    return DataParallelEngine(ranks, engine, partial(_engine_of_rank, inputs, stops, size))
+    copy = partial(_engine_of_rank, inputs, stops, size, mask_extents(model.trunk))
+    return DataParallelEngine(ranks, engine, copy)
 
 
 def server_setup(
@@ -120,9 +122,11 @@ def _stops(inputs: ModelInputs, model: CausalModel) -> frozenset[int]:
     return frozenset({*stop_tokens(model), *inputs.stop_tokens})
 
 
-def _engine_of_rank(inputs: ModelInputs, stops: frozenset[int], ranks: int) -> NativeEngine:
-    """A whole copy of the policy on one of the other ranks."""
-    model = load_policy(inputs.cfg, scores=inputs.scores, in_host_memory=True)
+def _engine_of_rank(
+    inputs: ModelInputs, stops: frozenset[int], ranks: int, proved: MaskExtents
+) -> NativeEngine:
+    """A whole copy of the policy on one of the other ranks. `proved`: what rank 0's proof found."""
+    model = load_policy(inputs.cfg, scores=inputs.scores, in_host_memory=True, proved=proved)
     assert isinstance(model, CausalModel)
     move_to_device(model, inputs.cfg.model)
     return native_engine(inputs, model, stops, ranks=ranks)

@@ -24,6 +24,10 @@ class Factories(Protocol):
     `build_supervised` call each once, in an order of their own.
     """
 
+    def trainers(self, cfg: Config) -> tuple[int, str]:
+        """How many ranks train, and on which kind of device."""
+        ...
+
     def make_rewards(
         self, cfg: Config, functions: Mapping[str, Callable[..., Any]], device: str
     ) -> list[FunctionReward]:

@@ -106,6 +106,7 @@ class ModelInputs:
     stop_tokens: frozenset[int]  # that end an answer, besides the model's own
     longest: int  # tokens that generation may reach; 0 where nothing is generated
     trains: bool = True  # whether training has the device of the engine too
+    all_ranks: bool = False  # every rank that trains generates a share
 
 
 def read_inputs(
@@ -294,4 +295,5 @@ def model_inputs(inputs: RunInputs, *prompts: EncodedPrompts | None) -> ModelInp
         context=inputs.context,
         stop_tokens=frozenset(inputs.renderer.stop_tokens),
         longest=max((p.longest for p in prompts if p is not None), default=0),
+        all_ranks=inputs.cfg.rollout.all_ranks is True,
     )

@@ -12,7 +12,13 @@ from reinforge.backends.teachers import Teachers
 from reinforge.build.critic_model import critic_section, load_critic
 from reinforge.build.engines import answer_form, engine_of
 from reinforge.build.inputs import ModelInputs
-from reinforge.build.policy import compiles, host_memory, load_for_rank, load_policy
+from reinforge.build.policy import (
+    compiles,
+    host_memory,
+    load_for_rank,
+    load_policy,
+    proved_by_first,
+)
 from reinforge.build.ranks import backend_on_ranks, ranks_of, sharded_checkpoints
 from reinforge.build.shared_gpus import room_for_servers
 from reinforge.config.algorithm import ReferenceConfig
@@ -21,9 +27,10 @@ from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Backend
 from reinforge.core.engine import Engine
 from reinforge.core.errors import InputError
+from reinforge.models.attention import mask_extents
 from reinforge.models.causal import CausalModel
 from reinforge.models.freezing import freeze
-from reinforge.models.load import load_scalar
+from reinforge.models.load import load_scalar, pick_device
 from reinforge.models.packed import PackedModel
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.function import FunctionReward
@@ -37,6 +44,11 @@ class LocalFactories:
     """
 
     model: CausalModel | None = None
+
+    def trainers(self, cfg: Config) -> tuple[int, str]:
+        ranks = ranks_of(cfg)
+        device = pick_device(cfg.model.device).type
+        return (1, device) if ranks is None else (ranks.size, ranks.kind)
 
     def make_rewards(
         self, cfg: Config, functions: Mapping[str, Callable[..., Any]], device: str
@@ -68,7 +80,10 @@ class LocalFactories:
         if ranks is not None:
             return backend_on_ranks(train.backend)(
                 ranks,
-                partial(load_scalar, host_memory(section), where=where, fresh=True),
+                partial(
+                    proved_by_first,
+                    partial(load_scalar, host_memory(section), where=where, fresh=True),
+                ),
                 train,
                 compiled=compiles(cfg.model),
                 sharded=sharded_checkpoints(cfg),
@@ -111,7 +126,13 @@ class LocalFactories:
         with room_for_servers(cfg):
             return backend_on_ranks(cfg.train.backend)(
                 ranks,
-                partial(load_for_rank, cfg, scores=inputs.scores, value_head=value_head),
+                partial(
+                    load_for_rank,
+                    cfg,
+                    scores=inputs.scores,
+                    value_head=value_head,
+                    proved=mask_extents(policy.trunk),
+                ),
                 cfg.train,
                 full=policy,
                 compiled=compiles(cfg.model),

@@ -86,6 +86,10 @@ class RayFactories:
     def __init__(self, cluster: RayCluster):
         self.cluster = cluster
 
+    def trainers(self, cfg: Config) -> tuple[int, str]:
+        places = self.cluster.plan.places[POLICY]
+        return len(places), "cuda" if any(place.gpus for place in places) else "cpu"
+
     def make_rewards(
         self, cfg: Config, functions: Mapping[str, Callable[..., Any]], device: str
     ) -> list[FunctionReward]:

@@ -5,6 +5,7 @@ Everything below it receives what it needs and knows no config keys but its own 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -17,6 +18,7 @@ from reinforge.build.data import make_cursor, total_steps
 from reinforge.build.evaluation import Evaluate, make_heldout, with_average, with_benchmarks
 from reinforge.build.factories import Factories
 from reinforge.build.inputs import (
+    ModelInputs,
     encode_eval_prompts,
     encode_train_prompts,
     model_inputs,
@@ -32,6 +34,7 @@ from reinforge.build.rollouts import training_rollout
 from reinforge.build.source import make_buffer, make_source, resumable_requests
 from reinforge.build.supervised import build_supervised
 from reinforge.build.teachers import make_teachers
+from reinforge.config import generators
 from reinforge.config.schema import Config
 from reinforge.core.sample import Group
 from reinforge.data.domains import Domains
@@ -80,6 +83,7 @@ def build_rl(
     benchmarks = read_benchmarks(inputs, view)
     text = read_ptx(inputs, view)
     models = model_inputs(inputs, prompts, eval_prompts, prompts_of(benchmarks))
+    models = _with_generators(models, factories, view)
     rows = prompts.rows
     steps = total_steps(cfg, len(rows))
     per_step = cfg.algorithm.epochs * cfg.algorithm.minibatches
@@ -190,3 +194,11 @@ def build_rl(
             tokens=cfg.run.log.tokens,
         ),
     )
+
+
+def _with_generators(models: ModelInputs, factories: Factories, view: ViewLike) -> ModelInputs:
+    """With the choice of who generates, which is told."""
+    trainers = factories.trainers(models.cfg)
+    if (said := generators.told(models.cfg, *trainers)) is not None:
+        view.message(f"rollouts: {said}")
+    return replace(models, all_ranks=generators.on_all_ranks(models.cfg, *trainers))

@@ -15,15 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from reinforge.backends.distributed.ranks import RankMember, Ranks
 from reinforge.core.engine import Completion, GenerationStats, Sampling
 from reinforge.core.errors import InputError, ReinforgeError
 from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
-from reinforge.models.causal import VALUE_HEAD
-from reinforge.models.router_bias import biases_of
 
 LISTEN_SECONDS = 0.25  # how often a rank looks whether its round was called off
 
@@ -66,21 +63,10 @@ class RankEngine:
         for one in work:
             one.cancel()
 
-    @torch.no_grad()
-    def update(self, version: int, kept: bool) -> None:
-        """Rank 0's weights for all: those that change, and that generation reads. `kept`: each
-        rank has the trained ones already, from the gather.
-        """
-        module = self.engine.model.module
-        moving = {
-            name: p
-            for name, p in module.named_parameters()
-            if p.requires_grad and not name.startswith(f"{VALUE_HEAD}.") and not kept
-        }
-        for changed in (moving | dict(biases_of(module))).values():
-            # bytes: every transport knows them
-            dist.broadcast(changed.data.view(-1).view(torch.uint8), 0)
-        self._wait(self.engine.update(Weights("shared", module=module), version))
+    def update(self, version: int) -> None:
+        """The copy has new weights: the gather of `Backend.weights` left them there."""
+        weights = Weights("shared", module=self.engine.model.module)
+        self._wait(self.engine.update(weights, version))
 
     def sleep(self) -> None:
         self._wait(self.engine.sleep())
@@ -213,7 +199,7 @@ class DataParallelEngine:
 
     async def update(self, weights: Weights, version: int) -> None:
         assert weights.module is self.own.model.module, "rank 0 generates with another module"
-        await self._call("update", [(version, weights.kept)] * self.ranks.size)
+        await self._call("update", [(version,)] * self.ranks.size)
 
     async def sleep(self) -> None:
         await self._call("sleep", [()] * self.ranks.size)
@@ -225,7 +211,11 @@ class DataParallelEngine:
         self.ranks.call(self.id, "load", [(state,)] * self.ranks.size)
 
     def close(self) -> None:
-        """The engines end with the ranks."""
+        """Ends a round that is under way: whoever closes the ranks waits for it. The engines end
+        with them.
+        """
+        if self._driver is not None and not self._driver.done() and self.ranks.usable:
+            self.ranks.own.store.set(self._sign, "1")
 
 
 def dispatch_requests(costs: Sequence[int], ranks: int) -> list[list[int]]:

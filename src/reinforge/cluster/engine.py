@@ -235,7 +235,7 @@ class RemoteEngine:
                 if request.number != answer.number:
                     continue
                 if answer.error is not None:
-                    future.set_exception(answer.error)
+                    future.set_exception(replica.workers.cause(answer.error))
                     continue
                 future.set_result(answer.value)
                 for completion in answer.value:

@@ -33,9 +33,10 @@ from reinforge.cluster.placement import ActorPlacement, rank_order
 from reinforge.cluster.resources import ResourcePool
 from reinforge.cluster.transport import pack, unpack
 from reinforge.core import errors
-from reinforge.core.errors import InputError
+from reinforge.core.errors import InputError, ReinforgeError
 
 GRACE = 3.0  # seconds for the first rank to tell why another one ended
+LOOK = 1.0  # seconds between two looks at the other ranks, in an event loop
 
 
 class WorkerGroup:
@@ -210,9 +211,14 @@ class WorkerGroup:
             raise InputError(**answer.detail)
         if answer.error:
             raise getattr(errors, answer.error, errors.StoppedByPolicy)(answer.detail)
-        if dead := self._ended_rank():
-            raise ActorLost(self.role, dead)
-        raise RuntimeError(f"in the actor {self.role}:\n{answer.detail}")
+        raise self.cause(RuntimeError(f"in the actor {self.role}:\n{answer.detail}"))
+
+    def cause(self, error: BaseException) -> BaseException:
+        """Where an error in the first actor comes from: the loss of another rank, which looks like
+        any other trouble there, or itself.
+        """
+        dead = None if isinstance(error, ReinforgeError) else self._ended_rank()
+        return error if dead is None else ActorLost(self.role, dead)
 
     # ---- waiting ----
 
@@ -238,11 +244,20 @@ class WorkerGroup:
         """The same in an event loop that goes on."""
         until = time.monotonic() + (limit or self.cfg.timeout)
         future = _future(ref)
+        sign = time.monotonic() + self.cfg.heartbeat  # when one of life is asked for
         try:
             while not future.done():
-                await asyncio.wait([future], timeout=self.cfg.heartbeat)
+                await asyncio.wait([future], timeout=min(LOOK, self.cfg.heartbeat))
                 if future.done():
                     break
+                if dead := self._ended_rank():
+                    await asyncio.wait([future], timeout=GRACE)
+                    if future.done():
+                        break
+                    raise ActorLost(self.role, dead)
+                if time.monotonic() < sign:
+                    continue
+                sign = time.monotonic() + self.cfg.heartbeat
                 pings = [_future(actor.ping.remote()) for actor in self.actors]
                 await asyncio.wait(
                     [future, *pings], timeout=self.cfg.heartbeat, return_when=asyncio.ALL_COMPLETED
@@ -289,10 +304,11 @@ class WorkerGroup:
         raise ActorLost(self.role, dead)
 
     def _ended_rank(self) -> str | None:
-        for rank, ref in enumerate(self.following, 1):
-            if ray.wait([ref], timeout=0)[0]:
-                return f"rank {rank} (pid {self.where[rank].pid}) ended"
-        return None
+        ended = ray.wait(self.following, timeout=0)[0] if self.following else []
+        if not ended:
+            return None
+        rank = 1 + self.following.index(ended[0])
+        return f"rank {rank} (pid {self.where[rank].pid}) ended"
 
     def _check_alive(self) -> None:
         pings = [actor.ping.remote() for actor in self.actors]

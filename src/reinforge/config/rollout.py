@@ -77,11 +77,12 @@ class RolloutConfig(Section):
         ),
     )
     max_batch: Count = Field(512, description="Sequences decoded at once.")
-    all_ranks: bool = Field(
-        False,
+    all_ranks: Literal["auto"] | bool = Field(
+        "auto",
         description=(
             "fsdp, deepspeed, megatron, with the native engine: every rank has a whole copy of the"
-            " model and generates a share."
+            " model and generates a share. auto: on GPUs, for answers of one turn; see"
+            " docs/distributed.md."
         ),
     )
     kv_gib: Positive | None = Field(

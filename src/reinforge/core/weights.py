@@ -42,5 +42,3 @@ class Weights:
     scores: ProbeScores | None = None
     # adapter: what it is added to
     base: Weights | None = None
-    # whether every rank that generates with a copy of the model has put them into it
-    kept: bool = False

@@ -32,6 +32,7 @@ MAY_CHANGE = (
     "run.max_seconds",
     "rollout.kv_gib",
     "rollout.max_batch",
+    "rollout.all_ranks",
     "rollout.speculation.",
     "rollout.precision",
     "rollout.cache_precision",

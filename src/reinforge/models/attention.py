@@ -183,6 +183,24 @@ def hear_masks() -> Iterator[None]:
         AttentionMaskInterface._global_mapping.pop(NAME, None)
 
 
+MaskExtents = dict[int, tuple[int | None, int | None]]  # by layer: its window, its chunk
+
+
+def mask_extents(trunk: Any) -> MaskExtents:
+    """What the masks of a model's layers said, for another copy of the same model."""
+    parts = [part for part in trunk.modules() if hasattr(part, WINDOW)]
+    return {int(p.layer_idx): (getattr(p, WINDOW), getattr(p, CHUNK)) for p in parts}
+
+
+def set_mask_extents(trunk: Any, extents: MaskExtents) -> None:
+    """Writes down on the layers what the masks of another copy said."""
+    for part in trunk.modules():
+        extent = extents.get(getattr(part, "layer_idx", -1))
+        if extent is not None:
+            for key, value in zip((WINDOW, CHUNK), extent, strict=True):
+                setattr(part, key, value)
+
+
 def windows(trunk: Any) -> list[int]:
     """The windows and chunks that layers of a model have, as their masks said."""
     found = {getattr(part, key, None) for part in trunk.modules() for key in (WINDOW, CHUNK)}

@@ -31,6 +31,7 @@ from reinforge.models.adapters import (
     make_lean,
     quantization,
 )
+from reinforge.models.attention import MaskExtents, set_mask_extents
 from reinforge.models.causal import CausalModel
 from reinforge.models.exact import checkpoint_contexts
 from reinforge.models.exact_proof import prove
@@ -364,11 +365,15 @@ def _plain_numbers(module: Any, dtype: torch.dtype) -> Any:
 
 
 def load_model(
-    cfg: ModelConfig, adapter: AdapterConfig | None = None, *, seed: int = 0
+    cfg: ModelConfig,
+    adapter: AdapterConfig | None = None,
+    *,
+    seed: int = 0,
+    proved: MaskExtents | None = None,
 ) -> CausalModel:
     """The model ready to train and to generate, checked against transformers' own forward.
 
-    `seed` initialises the adapter.
+    `seed` initialises the adapter. `proved`: see `_prove`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -377,7 +382,7 @@ def load_model(
     module = _load_module(
         cfg, AutoModelForCausalLM, quantize=adapter is not None and adapter.kind == "qlora"
     )
-    return _made_ready(module, tokenizer, cfg, adapter, seed)
+    return _made_ready(module, tokenizer, cfg, adapter, seed, proved)
 
 
 def model_of(
@@ -396,11 +401,16 @@ def model_of(
 
 
 def _made_ready(
-    module: Any, tokenizer: Any, cfg: ModelConfig, adapter: AdapterConfig | None, seed: int
+    module: Any,
+    tokenizer: Any,
+    cfg: ModelConfig,
+    adapter: AdapterConfig | None,
+    seed: int,
+    proved: MaskExtents | None = None,
 ) -> CausalModel:
     """The model of a module, proved, with a new adapter if one is asked for."""
     with refusing(module):
-        CausalModel(module, tokenizer).verify()
+        _prove(CausalModel(module, tokenizer), proved)
     if adapter is not None:
         module = add_adapter(module, adapter, seed=seed)
     model = CausalModel(module, tokenizer, exact=cfg.exact)
@@ -418,6 +428,16 @@ def _made_ready(
     return model
 
 
+def _prove(model: CausalModel | ScalarModel, proved: MaskExtents | None) -> None:
+    """Compares the model with transformers' own forward. `proved`: another process has done it with
+    the same checkpoint, and this is what the proof found beside: what the layers' masks say.
+    """
+    if proved is None:
+        model.verify()
+    else:
+        set_mask_extents(model.trunk, proved)
+
+
 def load_scalar(
     cfg: ModelConfig,
     adapter: AdapterConfig | None = None,
@@ -426,10 +446,11 @@ def load_scalar(
     fresh: bool = False,
     seed: int = 0,
     attributes: Sequence[str] | None = (),
+    proved: MaskExtents | None = None,
 ) -> ScalarModel:
     """A critic or reward model, checked against transformers' own forward: a sequence classifier
     with one label, or, with `fresh`, also a causal LM, which gets a head that starts at 0. With an
-    adapter the head is trained whole. `attributes`: see `ScalarModel`.
+    adapter the head is trained whole. `attributes`: see `ScalarModel`; `proved`: see `_prove`.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -451,7 +472,7 @@ def load_scalar(
         model = (ScalarModel if classifier else ScalarModel.on_trunk)(
             module, tokenizer, where=where, attributes=attributes
         )
-        model.verify()
+        _prove(model, proved)
     if adapter is not None:
         model = ScalarModel(
             add_adapter(model.module, adapter, seed=seed, head=HEAD),

@@ -15,7 +15,7 @@ from reinforge.build.environments import mixture_of
 from reinforge.build.limits import episode_tokens
 from reinforge.build.ranks import ranks_here
 from reinforge.build.shared_gpus import planned_placement, trainer_gpus
-from reinforge.config import architectures
+from reinforge.config import architectures, generators
 from reinforge.config.engine import SERVERS, workers_of
 from reinforge.config.model import ModelConfig
 from reinforge.config.schema import Config
@@ -196,10 +196,17 @@ def check_heads(config: Config, report: PlanReport) -> None:
 
 
 def check_ranks(config: Config, report: PlanReport) -> None:
-    """A warning, because the machine that plans need not be the one that trains."""
-    if config.train.backend == "local" or config.cluster.kind == "ray":
+    """Who generates. What is wrong is a warning, because the machine that plans need not be the one
+    that trains.
+    """
+    if config.train.backend == "local":
         return
+    asked = config.model.device.partition(":")[0]
     try:
-        ranks_here(config)
+        if config.cluster.kind == "ray":  # which devices it has is known when it is there
+            ranks, device = config.train.ranks, None if asked == "auto" else asked
+        else:
+            ranks, device = ranks_here(config), pick_device(config.model.device).type
+        report.summary["rollouts"] = generators.told(config, ranks, device)
     except InputError as error:
         report.warnings.append(f"on this machine {error}")

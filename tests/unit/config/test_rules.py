@@ -164,6 +164,11 @@ BESIDE_RAY: dict[str, str] = {
 # a configuration that breaks each rule, in the order of the tables
 BROKEN: dict[str, list[Overrides]] = {
     "Backends": [
+        (
+            "train.backend=fsdp",
+            "rollout.all_ranks=true",
+            "cluster={kind: ray, layout: split}",
+        ),
         ("train.backend=fsdp", "train.tensor_parallel=2", "adapter={kind: lora}"),
         (
             "train.backend=fsdp",

@@ -31,7 +31,14 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample
 from reinforge.engines.native import NativeEngine
 from reinforge.models import proof
-from reinforge.models.attention import PackedLayout, extent_of, starts_of, windows
+from reinforge.models.attention import (
+    PackedLayout,
+    extent_of,
+    mask_extents,
+    set_mask_extents,
+    starts_of,
+    windows,
+)
 from reinforge.models.causal import CausalModel
 from reinforge.models.load import check_architecture
 from reinforge.models.scalar import ScalarModel
@@ -109,6 +116,22 @@ def test_a_window_that_only_the_mask_carries_is_heard(name: str) -> None:
         blind = model.logprobs(row, temperature=1.0)[0].double()
     want = true_logprobs(make_architecture(name), tokens)
     assert float((near - want).abs().max()) < 1e-4 and float((blind - want).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "phimoe", "llama4"])
+def test_a_copy_is_told_what_the_masks_said(name: str) -> None:
+    """As other ranks are, which prove nothing themselves."""
+    proved = CausalModel(make_architecture(name))
+    proved.verify()
+    copy = CausalModel(make_architecture(name))
+    row = Batch.pack([Sample.from_tokens("0", tokens_of(20, 3, 259), [True] * 20)])
+    with torch.no_grad():
+        want = proved.logprobs(row, temperature=1.0)[0]
+        blind = copy.logprobs(row, temperature=1.0)[0]
+        set_mask_extents(copy.trunk, mask_extents(proved.trunk))
+        told = copy.logprobs(row, temperature=1.0)[0]
+    assert torch.equal(told, want) and not torch.equal(blind, want)
+    assert mask_extents(copy.trunk).keys() == mask_extents(proved.trunk).keys()
 
 
 def test_windows_are_read_from_the_mask_function_whatever_their_size() -> None:

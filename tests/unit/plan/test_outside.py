@@ -22,6 +22,7 @@ from reinforge.plan.outside import (
     check_ranks,
     check_servers,
 )
+from reinforge.plan.plan import describe
 from reinforge.plan.preflight import PlanReport
 
 ENVS = """
@@ -168,6 +169,31 @@ def test_ranks_that_this_machine_cannot_start_are_a_warning(
         )
         == 2
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((), "rank 0 generates, because ranks on CPUs share the cores that it has"),
+        (("cluster.kind=ray",), "rank 0 generates, because ranks on CPUs"),
+        (("cluster.kind=ray", "model.device=cuda"), "each of the 2 ranks generates a share"),
+        (("train.backend=local", "train.ranks=null"), None),
+    ],
+    ids=["here", "ray", "gpus", "one process"],
+)
+def test_it_is_told_who_generates(
+    model: Path, tmp_path: Path, overrides: tuple[str, ...], said: str | None
+) -> None:
+    raw = config(
+        model,
+        tmp_path,
+        rewards=[{"name": "exact_number"}],
+        train={"steps": 1, "backend": "fsdp", "ranks": 2},
+    ).model_dump(mode="json")
+    report = PlanReport()
+    check_ranks(config_from_dict(raw, overrides=overrides), report)
+    (found,) = [text for label, text in describe(report) if label == "rollouts"] or [None]
+    assert found == said if found is None or said is None else found.startswith(said)
 
 
 def test_an_adapter_is_not_cut_by_tensor_parallel(model: Path, tmp_path: Path) -> None:

@@ -202,9 +202,8 @@ class DeepSpeedWorker(RankWorker):
         return {f"{BIASES}{name}": x.to("cpu", copy=True) for name, x in own.items()}
 
     @torch.no_grad()
-    def publish(self, targets: Mapping[str, Tensor] | None) -> None:
+    def put_whole(self, targets: Mapping[str, Tensor]) -> None:
         """One at a time."""
-        targets = self.targets(targets)
         for name in self.optimizer.parameters:
             with self.optimizer.weight(name) as whole:
                 if name in targets:

@@ -243,14 +243,11 @@ class DistributedBackend:
         assert self.full is not None, "this backend was made without a module to generate with"
         copy = self.ranks.own.copy
         if self._stale or copy is not self._copied:
-            own = dict(self.full.module.named_parameters())
-            targets = {name: own[name] for name in self.worker.shapes}
-            self.ranks.call(self.id, "publish", [(targets,), *[(None,)] * (self.ranks.size - 1)])
-            if self.worker.experts.bias is not None:
-                self.worker.experts.bias.publish(self.full.module)
+            others: list[tuple[Any, ...]] = [()] * (self.ranks.size - 1)
+            self.ranks.call(self.id, "publish", [(self.full.module,), *others])
             self._stale = False
             self._copied = copy
-        return Weights("shared", module=self.full.module, probe=self.probe, kept=copy is not None)
+        return Weights("shared", module=self.full.module, probe=self.probe)
 
     def probe(self, tokens: Sequence[int]) -> Tensor:
         """The log-probs of these tokens at temperature 1, by the shards."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from reinforge.backends.deterministic import Determinism
 from reinforge.backends.distributed.ranks import RankMember
@@ -24,6 +24,7 @@ from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import InputError
 from reinforge.core.metrics import LossMetrics, StepMetrics
 from reinforge.core.sample import Sample
+from reinforge.models.causal import VALUE_HEAD
 
 T = TypeVar("T")
 Dealt = Sequence[tuple[Batch, bool]]  # packs of one rank, and whether they count
@@ -267,18 +268,24 @@ class RankWorker(LocalBackend, ABC):
         """The whole state of a part in the host memory of rank 0; None on the others."""
         ...
 
-    def targets(self, given: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-        """Where this rank puts whole weights: what it is given, or a copy of the model that it
-        generates with.
+    @torch.no_grad()
+    def publish(self, module: nn.Module | None = None) -> None:
+        """Puts the trained weights and the biases of routers into `module`, which rank 0 is given,
+        or into the copy of the model that this rank generates with, if it does. All ranks take
+        part; afterwards nothing of it has to be sent to anybody.
         """
-        if given is not None or self.member.copy is None:
-            return given or {}
-        own = dict(self.member.copy.named_parameters())
-        return {name: own[name] for name in self.shapes if name in own}
+        module = self.member.copy if module is None else module
+        if module is None:
+            return self.put_whole({})
+        own = dict(module.named_parameters())
+        read = [name for name in self.shapes if not name.startswith(VALUE_HEAD) or name in own]
+        self.put_whole({name: own[name] for name in read})
+        if self.experts.bias is not None:
+            self.experts.bias.publish(module)
 
     @abstractmethod
-    def publish(self, targets: Mapping[str, Tensor] | None) -> None:
-        """Puts the trained weights into `targets`: rank 0's, or this rank's own (`targets`)."""
+    def put_whole(self, targets: Mapping[str, Tensor]) -> None:
+        """Gathers the trained weights, and puts those into `targets` that are named there."""
         ...
 
     def cut(self, name: str, tensor: Tensor) -> list[Tensor]:

@@ -247,9 +247,8 @@ class FsdpWorker(RankWorker):
         return State(out, local.meta) if self.member.rank == 0 else None
 
     @torch.no_grad()
-    def publish(self, targets: Mapping[str, Tensor] | None) -> None:
+    def put_whole(self, targets: Mapping[str, Tensor]) -> None:
         """In the precision of checkpoints, a bucket at a time."""
-        targets = self.targets(targets)
         kinds = {
             name: (dtype, self._alike(name, self.shapes[name]), self.split.get(name))
             for name, dtype in self.stored.items()

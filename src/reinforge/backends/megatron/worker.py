@@ -121,9 +121,8 @@ class MegatronWorker(RankWorker):
         return State(out, super().state().meta) if self.member.rank == 0 else None
 
     @torch.no_grad()
-    def publish(self, targets: Mapping[str, Tensor] | None) -> None:
+    def put_whole(self, targets: Mapping[str, Tensor]) -> None:
         """One at a time."""
-        targets = self.targets(targets)
         own = self.optimizer.parameters
         for name, place in self.model.places.items():
             found = self._whole(place, own[place.own])

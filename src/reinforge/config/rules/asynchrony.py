@@ -97,7 +97,10 @@ FEATURES = (
         _tokens_untold(),
     ),
     Feature(
-        "Every rank generates", "rollout.all_ranks", lambda c: c.rollout.all_ranks, _tokens_untold()
+        "Every rank generates",
+        "rollout.all_ranks",
+        lambda c: c.rollout.all_ranks is True,
+        _tokens_untold(),
     ),
     Feature("Actors of Ray", "cluster.kind", lambda c: c.cluster.kind == "ray", _tokens_untold()),
 )

@@ -317,8 +317,14 @@ FEATURES = (
     Feature(
         "Every rank generates",
         "rollout.all_ranks",
-        lambda c: c.rollout.all_ranks,
-        _cells(local=FOR_RANKS, fsdp=YES, deepspeed=YES, megatron=YES, ray=FOR_RANKS),
+        lambda c: c.rollout.all_ranks is True,
+        _cells(
+            local=FOR_RANKS,
+            fsdp=YES,
+            deepspeed=YES,
+            megatron=YES,
+            ray=Yes("Where the ranks are the engines, too: `cluster.layout: colocated`."),
+        ),
     ),
     Feature(
         "Checkpoints in parts, one a rank",
@@ -337,6 +343,14 @@ FEATURES = (
 )
 
 RULES = (
+    Rule(
+        "rollout.all_ranks",
+        lambda c: (
+            c.rollout.all_ranks is True and c.cluster.kind == "ray" and c.cluster.layout == "split"
+        ),
+        "in a split layout engines have actors of their own, and ranks do not generate",
+        "leave it out, or set cluster.layout=colocated",
+    ),
     Rule(
         "train.tensor_parallel",
         lambda c: c.train.tensor_parallel > 1 and c.adapter is not None,

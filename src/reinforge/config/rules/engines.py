@@ -174,7 +174,7 @@ def _features(servers: Servers) -> tuple[Feature, ...]:
         Feature(
             "Every rank generates",
             "rollout.all_ranks",
-            lambda c: c.rollout.all_ranks,
+            lambda c: c.rollout.all_ranks is True,
             cells(native=YES, started=NO_RANKS, running=NO_RANKS),
         ),
         Feature(
