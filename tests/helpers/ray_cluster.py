@@ -135,3 +135,16 @@ def slow_passes(engine: Any) -> None:
         return hidden(*args, **named)
 
     engine.model.hidden = slow
+
+
+def slow_ranks(engine: Any) -> None:
+    """The same on every rank that generates a share."""
+    engine.ranks.call(engine.id, _slow_rank)
+
+
+def _slow_rank(rank_engine: Any) -> None:
+    slow_passes(rank_engine.engine)
+
+
+def requests_under_way(mailbox: Any) -> int:
+    return len(mailbox._running)

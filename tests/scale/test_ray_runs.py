@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 
 from helpers import ray_cluster
-from helpers.ray_cluster import FAST, Hurting, kill, need_ray, plain
+from helpers.ray_cluster import (
+    FAST,
+    Hurting,
+    kill,
+    need_ray,
+    plain,
+    requests_under_way,
+    slow_ranks,
+)
 from helpers.tiny_runs import EVAL, digest, launch, lines, make_config
 from reinforge.config.schema import Config
 from reinforge.core.errors import StoppedByPolicy
@@ -161,10 +169,6 @@ def test_ranks_are_actors(setup: Callable[..., Config]) -> None:
     assert [e["role"] for e in events(there, "actor_lost")] == ["policy"]
 
 
-def requests_under_way(mailbox: Any) -> int:
-    return len(mailbox._running)
-
-
 def test_every_actor_generates(
     setup: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +180,7 @@ def test_every_actor_generates(
 
     asked = (
         *("train.backend=fsdp", "train.ranks=2", "rollout.all_ranks=true"),
-        *("rollout.max_new_tokens=200", "run.checkpoint.every=1"),
+        *("rollout.max_new_tokens=96", "run.checkpoint.every=1"),
     )
     here = run(setup("here", *asked))
     doomed = {2: 1, 5: 0}  # submission: rank
@@ -185,10 +189,12 @@ def test_every_actor_generates(
     submit = RemoteEngine._submit
 
     def hurting(self: Any, replica: Any, batches: Any) -> None:
-        submit(self, replica, batches)
         rank = doomed.get(next(submissions))
+        if rank is not None:  # the answers take two seconds then
+            replica.workers.apply(self.name, slow_ranks)
+        submit(self, replica, batches)
         if rank is not None:
-            time.sleep(0.1)  # the actors go on meanwhile
+            time.sleep(0.5)  # the actors go on meanwhile
             found.append(replica.workers.apply(MAILBOX, requests_under_way))
             kill("policy", rank)()
 
