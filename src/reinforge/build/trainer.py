@@ -34,7 +34,7 @@ from reinforge.build.rollouts import training_rollout
 from reinforge.build.source import make_buffer, make_source, resumable_requests
 from reinforge.build.supervised import build_supervised
 from reinforge.build.teachers import make_teachers
-from reinforge.config import generators
+from reinforge.config.rules import generators
 from reinforge.config.schema import Config
 from reinforge.core.sample import Group
 from reinforge.data.domains import Domains

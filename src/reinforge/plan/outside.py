@@ -15,9 +15,10 @@ from reinforge.build.environments import mixture_of
 from reinforge.build.limits import episode_tokens
 from reinforge.build.ranks import ranks_here
 from reinforge.build.shared_gpus import planned_placement, trainer_gpus
-from reinforge.config import architectures, generators
+from reinforge.config import architectures
 from reinforge.config.engine import SERVERS, workers_of
 from reinforge.config.model import ModelConfig
+from reinforge.config.rules import generators
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.model_facts import setting

@@ -107,12 +107,8 @@ class RolloutBuffer:
                 entry.rollout_batch = await asyncio.shield(entry.task)
 
     async def close(self) -> None:
-        """What is still under way is dropped."""
-        tasks = [
-            entry.task
-            for entry in self.in_flight
-            if entry.task is not None and not entry.task.done()
-        ]
+        """What is still under way is dropped, and so is what went wrong meanwhile."""
+        tasks = [entry.task for entry in self.in_flight if entry.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from reinforge.config.generators import on_all_ranks, told
 from reinforge.config.load import config_from_dict
+from reinforge.config.rules.generators import on_all_ranks, told
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 

@@ -2,5 +2,6 @@
 
 `table.py` says what a table is made of. `backends.py`, `engines.py`, `asynchrony.py` and
 `algorithms.py` are the tables; `check.py` holds a configuration against all of them, `page.py`
-makes the docs page from them, and `machine.py` looks for what must be installed.
+makes the docs page from them, and `machine.py` looks for what must be installed. `generators.py`
+says which ranks generate.
 """
