@@ -136,7 +136,7 @@ result = reinforge.train(
 # %%
 history = result.history[["reward/mean", "env/calls", "env/malformed_calls", "env/turns"]]
 before, after = history.iloc[:4].mean(), history.iloc[-4:].mean()
-history.iloc[[0, 4, 9, 14, 19]]
+history.iloc[::5]
 
 # %%
 assert after["env/calls"] > before["env/calls"] + 0.15, (before, after)

@@ -4,7 +4,7 @@ A source is a Python file whose cells begin with `# %%`, or with `# %% [markdown
 then. Editors open it as a notebook too, and its diffs can be read.
 
     python tools/notebooks.py              # runs all of them and writes the .ipynb files
-    python tools/notebooks.py first_rl_run
+    python tools/notebooks.py 1_first_rl_run
 """
 
 from __future__ import annotations
@@ -79,6 +79,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def main(names: list[str]) -> None:
+    unknown = set(names) - {source.stem for source in sources()}
+    if unknown:
+        raise SystemExit(f"no such notebook: {', '.join(sorted(unknown))}")
     for source in sources():
         if names and source.stem not in names:
             continue

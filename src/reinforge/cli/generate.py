@@ -241,10 +241,10 @@ def generate(
 def _show_first(out: Path) -> None:
     """What came of the first prompts."""
     with out.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in islice(lines, SHOWN)]
-    for row in rows:
-        prompt = visible(prompt_text(row["prompt"]), SHOWN_LENGTH)
-        print(f"  {prompt} -> {visible(str(row['completion']), SHOWN_LENGTH)}")
+        for line in islice(lines, SHOWN):
+            row = json.loads(line)
+            prompt = visible(prompt_text(row["prompt"]), SHOWN_LENGTH)
+            print(f"  {prompt} -> {visible(str(row['completion']), SHOWN_LENGTH)}")
 
 
 def _tell_cut(out: Path) -> None:

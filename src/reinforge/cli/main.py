@@ -121,7 +121,7 @@ class ReinforgeCommands(LazyGroup):
         ),
         "tiny": CommandEntry(
             "reinforge.cli.model:tiny",
-            "Make the small model that the recipes start from, in seconds.",
+            "Make the small model that the recipes start from, in a minute or less.",
         ),
         "launch": CommandEntry(
             "reinforge.cli.launch:launch",

@@ -12,12 +12,12 @@ from reinforge.core.visible import visible
 
 GREY = "rgba(128,128,128,0.35)"  # seen on white and on black
 PROMPT = 300  # characters of a prompt that are shown: its end
-ANSWER = 500  # ... of an answer: its beginning
+COMPLETION = 500  # ... of an answer: its beginning
 CELL = f"text-align:left;vertical-align:top;padding:2px 10px 2px 0;border-top:1px solid {GREY}"
 WRAPPED = f"{CELL};white-space:pre-wrap;overflow-wrap:anywhere"
 NUMBER = f"{CELL};text-align:right"
 
-SampleLine = tuple[str, str, float | None, str, int]  # prompt, answer, reward, stop, tokens
+SampleLine = tuple[str, str, float | None, str, int]  # prompt, completion, reward, stop, tokens
 
 
 def escape(value: Any) -> str:
@@ -31,15 +31,15 @@ def sample_table(samples: Iterable[SampleLine]) -> str:
     """
     head = "".join(
         f'<th style="{CELL};font-weight:normal;opacity:0.7">{name}</th>'
-        for name in ("prompt", "answer", "reward", "stop", "tokens")
+        for name in ("prompt", "completion", "reward", "stop", "tokens")
     )
     body = "".join(_row(*sample) for sample in samples)
     return f'<table style="border-collapse:collapse"><tr>{head}</tr>{body}</table>'
 
 
-def _row(prompt: str, answer: str, reward: float | None, stop: str, tokens: int) -> str:
+def _row(prompt: str, completion: str, reward: float | None, stop: str, tokens: int) -> str:
     asked = prompt if len(prompt) <= PROMPT else "…" + prompt[1 - PROMPT :]
-    said = answer if len(answer) <= ANSWER else answer[: ANSWER - 1] + "…"
+    said = completion if len(completion) <= COMPLETION else completion[: COMPLETION - 1] + "…"
     scored = "unscored" if reward is None else f"{reward:.3g}"
     return (
         f'<tr><td style="{WRAPPED}">{_lines(asked)}</td>'

@@ -215,6 +215,7 @@ def test_generate(
 
     async def generate(*args: Any, **kw: Any) -> int:
         calls.append((args, kw))
+        out.write_text('{"prompt": "1+1=", "completion": "2"}\n')
         return 12
 
     monkeypatch.setattr("reinforge.offline.generate.generate_file", generate)
@@ -242,7 +243,7 @@ def test_generate(
         ("m", prompts, out),
         dict(n=4, temperature=0.0, top_p=1.0, max_new_tokens=9, seed=3, adapter=None),
     )
-    assert capsys.readouterr().out == f"12 rows in {out}\n"
+    assert capsys.readouterr().out == f"12 rows in {out}\n  1+1= -> 2\n"
     line[1] = str(config)
     assert main(line) == 0 and calls[-1][0][0] == "org/name"
     assert main(["generate", "m", "--prompts", str(prompts), "--out", str(prompts)]) == 2
@@ -256,14 +257,21 @@ def test_generate_tells_of_answers_that_were_cut(
 ) -> None:
     async def generate(model: str, prompts: Path, out: Path, **_: Any) -> int:
         stops = ("length", "eos", "length")
-        out.write_text("".join(json.dumps({"stop": stop}) + "\n" for stop in stops))
+        out.write_text(
+            "".join(
+                json.dumps({"prompt": "p", "completion": "a\nb", "stop": stop}) + "\n"
+                for stop in stops
+            )
+        )
         return 3
 
     monkeypatch.setattr("reinforge.offline.generate.generate_file", generate)
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("{}\n")
     line = ["generate", "m", "--prompts", str(prompts), "--out", str(tmp_path / "o.jsonl")]
-    assert main(line) == 0 and "cut" not in capsys.readouterr().out
+    assert main(line) == 0
+    said = capsys.readouterr().out
+    assert "cut" not in said and said.count("  p -> a⏎b\n") == 3
     assert main([*line, "--regex", "[0-9]+"]) == 0
     assert "2 of 3 answers were cut before their form was complete" in capsys.readouterr().out
 

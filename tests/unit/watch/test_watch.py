@@ -717,8 +717,18 @@ def test_an_evaluation_is_printed_once_not_with_every_step_after_it() -> None:
     view.update(10, {"reward/mean": 0.5, "eval/accuracy": 0.5})
     view.update(10, {"reward/mean": 0.5, "eval/accuracy": 0.5})
     last = [line for line in out.getvalue().splitlines() if line.startswith("step 10/10")]
-    # an old evaluation is not this step's
-    assert last == ["step 10/10  reward 0.500", "step 10/10  reward 0.500  eval 50.0%"]
+    assert last == ["step 10/10  reward 0.500  eval 50.0%"]
+
+
+def test_the_last_step_of_a_run_without_an_evaluation_is_printed_when_it_ends() -> None:
+    out = io.StringIO()
+    view = View(Console(file=out, force_terminal=False, width=200), plain_seconds=1000.0)
+    view.start(2, "run")
+    for step in (1, 2):
+        view.update(step, {"reward/mean": 0.5})
+    view.stop()
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("step")]
+    assert [line.split()[1] for line in lines] == ["1/2", "2/2"]
 
 
 # what it is doing
