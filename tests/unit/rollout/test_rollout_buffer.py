@@ -5,6 +5,7 @@ and a resumed run is the same run.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,6 +96,35 @@ def test_every_step_trains_what_was_sampled_so_many_steps_before(staleness: int)
         assert not buffer.in_flight and buffer.source.cursor.taken == 40
 
     asyncio.run(go())
+
+
+async def lost_after_generating(row: Row, context: RolloutContext) -> Group:
+    context.generated()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    raise RuntimeError("lost")
+
+
+def test_what_went_wrong_before_anybody_asked_is_heard_when_it_is_closed() -> None:
+    """As where the engine is lost and something else noticed it first: a task that failed unheard
+    is told of by the garbage collector, whenever that may be.
+    """
+    unheard: list[str] = []
+
+    async def go() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: unheard.append(context["message"]))
+        source = GroupSource(ROWS, Cursor(64, 0, False), lost_after_generating, 4)
+        buffer = RolloutBuffer(source, 0, last=10)
+        await buffer.advance(0, 0)
+        await asyncio.sleep(0.01)
+        assert buffer.in_flight[0].task is not None and buffer.in_flight[0].task.done()
+        await buffer.close()
+        buffer.in_flight.clear()
+        gc.collect()
+
+    asyncio.run(go())
+    assert unheard == []
 
 
 def test_training_goes_on_while_scores_are_missing() -> None:
