@@ -35,7 +35,7 @@ CASES = {
     "activations": Case(TOY, tokens=2048),
     "shards": Case(DEEP, ranks=2, tokens=64, reference=True),
     "ends": Case({**TOY, "vocab_size": 65536}, tokens=512, checkpointing=True),
-    "a layer": Case(LAYERS, tokens=512, checkpointing=True),
+    "a layer": Case(LAYERS, tokens=1024, checkpointing=True),
 }
 
 
