@@ -25,7 +25,7 @@ OPENED_BY = {
 ALLOCATIONS = 1_000_000  # the newest that a history of memory keeps
 
 
-class Recorder(Protocol):
+class StepWatcher(Protocol):
     """Watches the steps from `start` to `stop`. `StepProfile` has one for each thing that was asked
     for.
     """
@@ -110,18 +110,18 @@ class StepProfile:
         self.folder = run_dir / FOLDER
         self.seen = 0  # steps of this start
         self.began: int | None = None  # the first step that is profiled
-        self._recorders: list[Recorder] = []
+        self._watchers: list[StepWatcher] = []
 
     def begin_step(self, step: int) -> None:
         """`step` comes next, counted from 1."""
         if self.cfg is None or self.began is not None or self.seen < self.cfg.after:
             return
         self.began = step
-        self._recorders = [TorchTrace() if self.cfg.tool == "torch" else NsightRanges()]
+        self._watchers = [TorchTrace() if self.cfg.tool == "torch" else NsightRanges()]
         if self.cfg.memory:
-            self._recorders.append(MemoryHistory())
-        for recorder in self._recorders:
-            recorder.start()
+            self._watchers.append(MemoryHistory())
+        for watcher in self._watchers:
+            watcher.start()
 
     def end_step(self, step: int) -> list[Path]:
         """`step` is done. What was written, if it was the last one of the profile."""
@@ -132,17 +132,17 @@ class StepProfile:
 
     def write(self, step: int) -> list[Path]:
         """Ends the profile with this step; nothing where none is open."""
-        recorders = self._recorders
-        self._recorders = []
-        if recorders:
+        watchers = self._watchers
+        self._watchers = []
+        if watchers:
             self.folder.mkdir(exist_ok=True)
         stem = self.folder / f"steps-{self.began}-{step}"
-        written = [recorder.stop(stem) for recorder in recorders]
+        written = [watcher.stop(stem) for watcher in watchers]
         return [path for path in written if path is not None]
 
     def named(self, name: str, inner: AbstractContextManager[None]) -> AbstractContextManager[None]:
         """A phase, as a range while somebody watches."""
-        return _ranged(self._recorders[0].named(name), inner) if self._recorders else inner
+        return _ranged(self._watchers[0].named(name), inner) if self._watchers else inner
 
 
 @contextmanager
