@@ -46,18 +46,25 @@ def _backend(
     return LocalBackend(load(), cfg, **settings)
 
 
+def zero(stage: int) -> BackendCase:
+    return BackendCase(
+        f"stage {stage}",
+        "deepspeed",
+        with_deepspeed,
+        {"backend": "deepspeed", "deepspeed": {"stage": stage}},
+        cannot={"bfloat16": "another optimizer of DeepSpeed"} if stage < 2 else {},
+    )
+
+
 @needs("deepspeed")
 class TestDeepSpeed(OnTwoRanks):
-    cases = tuple(
-        BackendCase(
-            f"stage {stage}",
-            "deepspeed",
-            with_deepspeed,
-            {"backend": "deepspeed", "deepspeed": {"stage": stage}},
-            cannot={"bfloat16": "another optimizer of DeepSpeed"} if stage == 1 else {},
-        )
-        for stage in (1, 2, 3)
-    )
+    cases = tuple(map(zero, (1, 2, 3)))
+
+
+@pytest.mark.long
+@needs("deepspeed")
+class TestDeepSpeedWhole(OnTwoRanks):
+    cases = (zero(0),)
 
 
 @needs("megatron")

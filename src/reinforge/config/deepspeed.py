@@ -16,12 +16,12 @@ class DeepSpeedConfig(Section):
     they are not needed.
     """
 
-    stage: Literal[1, 2, 3] = Field(
+    stage: Literal[0, 1, 2, 3] = Field(
         2,
         description=(
-            "1: moments are cut over the ranks, and gradients are added up once per optimizer step;"
-            " for model.dtype float32. 2: gradients are cut too, and added up after every"
-            " micro-batch. 3: the weights too."
+            "0: nothing is cut, and gradients are added up once per optimizer step; for"
+            " model.dtype float32. 1: moments are cut over the ranks, else as 0. 2: gradients are"
+            " cut too, and added up after every micro-batch. 3: the weights too."
         ),
     )
     overlap: bool = Field(
@@ -58,12 +58,17 @@ class DeepSpeedConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> DeepSpeedConfig:
-        if self.stage == 1 and self.overlap:
+        if self.stage < 2 and self.overlap:
             raise ValueError(
-                "overlap: stage 1 adds gradients up once, after the last backward pass; set stage:"
-                " 2, or overlap: false"
+                f"overlap: stage {self.stage} adds gradients up once, after the last backward pass;"
+                " set stage: 2, or overlap: false"
             )
-        if self.stage == 1 and self.offload_optimizer != "none":
+        if self.stage == 0 and (self.reduce_bucket or self.gather_bucket):
+            raise ValueError(
+                "reduce_bucket, gather_bucket: stage 0 gathers nothing, and adds up in buckets of"
+                " DeepSpeed's own; leave them out"
+            )
+        if self.stage < 2 and self.offload_optimizer != "none":
             raise ValueError(
                 "offload_optimizer: only from stage 2 on is there a place for gradients in host"
                 " memory; set stage: 2"

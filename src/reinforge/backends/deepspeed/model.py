@@ -33,12 +33,13 @@ class ClippedAdamW(torch.optim.AdamW):
 
     norm: Callable[[], Any]
     rate = limit = 0.0
+    seen = 0.0  # the norm of the newest gradient
     discards = False  # the gradient is thrown away
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        norm = float(self.norm())
-        if norm > 0 and not self.discards:
+        norm = self.seen = float(self.norm())
+        if 0 < norm < math.inf and not self.discards:
             set_rate(self, self.rate)
             for group in self.param_groups:
                 for p in group["params"] if self.limit and norm > self.limit else ():
@@ -85,13 +86,17 @@ class ZeroModel:
         )
         self.engine = start_engine(member, model, cfg, self.adam)
         self.zero = self.engine.optimizer
-        self.adam.norm = lambda: self.zero._global_grad_norm
+        self.adam.norm = self._norm
         self.pending = False  # whether there is a gradient
         for i, piece in enumerate(self.pieces):
             with self._there(i):
                 self.adam.prepare(piece)
-        if self.stage < 3:
+        if self.stage in (1, 2):
             self.zero._lazy_init_hp_params_optimizer_state()
+
+    def _norm(self) -> Any:
+        """Of the gradient over all ranks."""
+        return self.zero._global_grad_norm
 
     @property
     def pieces(self) -> list[Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from reinforge.backends.deepspeed.model import FrozenZeroModel, ZeroModel, whole_state
+from reinforge.backends.deepspeed.replicated import ReplicatedModel
 from reinforge.backends.distributed.ranks import RankMember
 from reinforge.backends.distributed.worker import RankWorker
 from reinforge.backends.memory_model import (
@@ -66,9 +67,9 @@ class DeepSpeedWorker(RankWorker):
                 where="model.dtype",
                 fix="Set model.dtype=float32, or train.backend=fsdp.",
             )
-        if cfg.deepspeed.stage == 1 and model.dtype != torch.float32:
+        if cfg.deepspeed.stage < 2 and model.dtype != torch.float32:
             raise InputError(
-                "in stage 1 DeepSpeed has another optimizer for bfloat16, without the parts that"
+                "below stage 2 DeepSpeed has another optimizer for bfloat16, without the parts that"
                 " states are read from.",
                 where="train.deepspeed.stage",
                 fix="Set it to 2, or model.dtype=float32.",
@@ -100,8 +101,10 @@ class DeepSpeedWorker(RankWorker):
         """With this rank's share of the weights, where they are cut."""
         size = self.member.size
         whole = replace(self._facts, offload=self.cfg.deepspeed.offload_optimizer != "none")
-        weights = (whole.weights or 0) // (size if self.cfg.deepspeed.stage == 3 else 1)
-        return replace(whole, weights=weights, trained=(whole.trained or 0) // size)
+        stage = self.cfg.deepspeed.stage
+        weights = (whole.weights or 0) // (size if stage == 3 else 1)
+        trained = (whole.trained or 0) // (size if stage else 1)
+        return replace(whole, weights=weights, trained=trained)
 
     def _budget(self, reference: bool, paired: bool) -> int:
         """As for one process, with a share of masters and moments, and in stage 3 two layers and
@@ -119,7 +122,8 @@ class DeepSpeedWorker(RankWorker):
         return budget(share, memory.free, reference=reference, reserved=reserved)
 
     def _optimizer(self) -> ZeroModel:  # type: ignore[override]
-        return ZeroModel(self.member, self.model, self.cfg.deepspeed, self.cfg.optimizer)
+        kind = ZeroModel if self.cfg.deepspeed.stage else ReplicatedModel
+        return kind(self.member, self.model, self.cfg.deepspeed, self.cfg.optimizer)
 
     def _reference(self, model: CausalModel, kind: ReferenceConfig) -> ReferencePolicy:
         return FrozenReference(model, kind, self._frozen)
