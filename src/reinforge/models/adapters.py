@@ -237,6 +237,19 @@ def keep_unpacked(module: Any) -> None:
             layer.support_avx512bf16_for_cpu = False
 
 
+def store_plainly(module: Any, device: torch.device) -> None:
+    """Makes the 4-bit weights of a module plain tensors of bytes, which can be cut over ranks and
+    gathered again; what is needed to read them goes to `device` and stays whole there (an eighth of
+    a bit for each weight). bitsandbytes puts the two together in every forward.
+    """
+    for layer in module.modules():
+        # peft's own layers of that name have no weight
+        if type(layer).__name__ == "Linear4bit" and "weight" in layer._parameters:
+            layer.quant_state = layer.weight.quant_state
+            layer.quant_state.to(device)
+            layer.weight = torch.nn.Parameter(layer.weight.data, requires_grad=False)
+
+
 @torch.no_grad()
 def merged(module: Any) -> Any:
     """The plain model with the adapter in its weights.

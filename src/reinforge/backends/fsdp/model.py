@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from reinforge.backends.fsdp.tensor_parallel import TensorParallelPlan
+from reinforge.models.adapters import store_plainly
 from reinforge.models.packed import PackedModel
 
 
@@ -58,6 +59,7 @@ def shard(
     policy = MixedPrecisionPolicy(
         None if dtype == torch.float32 else dtype, torch.float32, cast_forward_inputs=False
     )
+    store_plainly(model.module, device)
     root = FsdpModule(model.module)
     for part in (*model.layers, root):
         if plan is not None and tensor_mesh is not None and part is not root:

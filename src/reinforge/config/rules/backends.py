@@ -170,7 +170,7 @@ FEATURES = (
         "QLoRA (base in 4 bits)",
         "adapter.kind",
         lambda c: c.adapter is not None and c.adapter.kind == "qlora",
-        _cells(local=YES, fsdp=FOUR_BITS, deepspeed=FOUR_BITS, megatron=WHOLE_WEIGHTS),
+        _cells(local=YES, fsdp=YES, deepspeed=FOUR_BITS, megatron=WHOLE_WEIGHTS),
     ),
     Feature(
         "Modules trained whole beside an adapter",
