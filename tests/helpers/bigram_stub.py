@@ -21,7 +21,8 @@ import math
 import os
 import random
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -85,7 +86,7 @@ class BigramStub:
         self.numbers = itertools.count()
 
     async def answer(self, path: str, body: Any) -> tuple[int, Any]:
-        """Status and content."""
+        """Status and content; lines as they come where that is an asynchronous generator."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
@@ -125,8 +126,10 @@ class BigramStub:
         seed: int | None = None,
         stops: Collection[int] = (),
         strings: Sequence[str] = (),
+        done: Written | None = None,
         **filters: Any,
     ) -> Written:
+        """`done`: where it is written, for those who read along."""
         if tokens[0] == BAD:
             raise RequestFailed("this request breaks")
         if not temperature:
@@ -134,7 +137,7 @@ class BigramStub:
         me = next(self.numbers)
         self.running[me] = False
         chance = random.Random(seed)
-        done = Written()
+        done = done or Written()
         last = tokens[-1]
         try:
             while len(done.tokens) < max_tokens:
@@ -187,7 +190,9 @@ class BigramStub:
             work = asyncio.ensure_future(self._reply(path, headers.get("authorization"), body))
             gone = asyncio.ensure_future(reader.read(1))
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
+            if work.done() and isinstance(work.result()[1], AsyncGenerator):
+                await self._write_lines(writer, work.result()[1], gone)
+            elif work.done():
                 status, content = work.result()
                 raw = content.encode() if isinstance(content, str) else json.dumps(content).encode()
                 writer.write(
@@ -200,6 +205,22 @@ class BigramStub:
                 work.cancel()  # the client has left: what it asked for is aborted
             gone.cancel()
         writer.close()
+
+    async def _write_lines(
+        self,
+        writer: asyncio.StreamWriter,
+        lines: AsyncGenerator[str, None],
+        gone: asyncio.Future[bytes],
+    ) -> None:
+        writer.write(b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n")
+        async with aclosing(lines):
+            async for line in lines:
+                if gone.done():
+                    return  # the client has left
+                raw = line.encode() + b"\n"
+                writer.write(b"%x\r\n%s\r\n" % (len(raw), raw))
+                await writer.drain()
+        writer.write(b"0\r\n\r\n")
 
     async def _reply(self, path: str, authorization: str | None, body: Any) -> tuple[int, Any]:
         if self.key is not None and authorization != f"Bearer {self.key}":

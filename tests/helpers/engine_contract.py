@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 import pytest
 
 from helpers.toys import VOCABULARY, ToyTokenizer, run, tokens_of
-from reinforge.core.engine import Completion, Engine, Sampling
+from reinforge.core.engine import Engine, NewTokens, Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.core.weights import Weights
+from reinforge.engines.resumable import ResumableRequests
 
 FREE = Sampling(12, ignore_eos=True)
 PROMPT = tokens_of(7)
@@ -178,22 +179,56 @@ class EngineContract:
         """Where it can: pieces that are the completions when they are put together."""
         if engine.streaming is None:
             return
-        told: dict[int, list[int]] = {0: [], 1: []}
-        pieces = 0
+        told: dict[int, list[NewTokens]] = {0: [], 1: []}
         ends = []
 
-        def hear(i: int, tokens: list[int], logprobs: list[float], done: Completion | None) -> None:
-            nonlocal pieces
-            assert len(tokens) == len(logprobs)
-            told[i] += tokens
-            pieces += 1
-            if done is not None:
-                assert done.tokens == told[i]
-                ends.append(done.stop)
+        def hear(i: int, new: NewTokens) -> None:
+            assert len(new.tokens) == len(new.logprobs) == len(new.versions)
+            told[i].append(new)
+            if new.done is not None:
+                assert new.done.tokens == [t for piece in told[i] for t in piece.tokens]
+                ends.append(new.done.stop)
 
         found = run(engine.streaming.generate(PROMPT, FREE, key=5, n=2, on_tokens=hear), LIMIT)
-        assert [c.tokens for c in found] == [told[0], told[1]]
-        assert pieces > 2 and ends == [Stop.LENGTH] * 2
+        for i, completion in enumerate(found):
+            for stream in ("tokens", "logprobs", "versions"):
+                whole = [value for piece in told[i] for value in getattr(piece, stream)]
+                assert whole == getattr(completion, stream)
+        assert ends == [Stop.LENGTH] * 2
+
+    def test_what_is_cut_was_told_and_goes_on(self, case: EngineCase, engine: Any) -> None:
+        """Where it streams: a request that is cut in the middle of its answer has told tokens of
+        it, is heard of no more, and the rest can be asked for.
+        """
+        if engine.streaming is None:
+            return
+        params = Sampling(40, ignore_eos=True)
+        requests = ResumableRequests(engine.streaming)
+
+        async def work() -> None:
+            ask = requests.engine_of("group")
+            async with case.held(engine) as middle:
+                task = asyncio.ensure_future(ask.generate(PROMPT, params, key=4, n=2))
+                await middle()
+                while not requests.tokens():
+                    await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert await case.settled(engine)
+            [request] = requests.copied()["group"].values()
+            told = [list(c.tokens) for c in request.completions]
+            assert sum(map(len, told)) == requests.tokens()
+            whole = await engine.generate(PROMPT, params, key=4, n=2)
+            for part, completion in zip(told, whole, strict=True):
+                assert part == completion.tokens[: len(part)] and len(part) < 40
+            for part, done in zip(
+                told, await ask.generate(PROMPT, params, key=4, n=2), strict=True
+            ):
+                assert done.tokens[: len(part)] == part and done.stop is Stop.LENGTH
+                assert len(done.tokens) == len(done.logprobs) == len(done.versions) == 40
+
+        run(work(), LIMIT)
 
     # ---- stops ----
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
-from helpers.bigram_stub import BigramStub
+from helpers.bigram_stub import BigramStub, Written
 from helpers.ledger_gpus import SERVER, ServerLedger
 
 STARTED_AS = "sglang.launch_server"  # the module that the dialect starts, which this one replaces
@@ -25,7 +27,9 @@ class SglangStub(BigramStub):
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "memory": sorted(self.memory), "args": vars(self.args)}
 
-    async def write(self, rid: str, tokens: list[int], asked: dict[str, Any]) -> dict[str, Any]:
+    async def write(
+        self, rid: str, tokens: list[int], asked: dict[str, Any], done: Written | None = None
+    ) -> dict[str, Any]:
         assert self.memory == {"weights", "kv_cache"}, "generating in its sleep"
         done = await self.sample(
             tokens,
@@ -34,16 +38,23 @@ class SglangStub(BigramStub):
             seed=asked.get("sampling_seed"),
             stops=asked.get("stop_token_ids", ()),
             strings=asked.get("stop", ()),
+            done=done,
             **{name: asked[name] for name in ("top_p", "top_k", "min_p") if name in asked},
         )
-        scores = zip(self.scores(tokens), tokens[1:], strict=True)
+        return self.told(rid, tokens, done, {"type": done.reason})
+
+    def told(
+        self, rid: str, tokens: list[int], done: Written, end: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """All of an answer so far."""
+        scores = zip(self.scores(tokens), tokens[1:], strict=True) if end else ()
         drawn = zip(done.logprobs, done.tokens, strict=True)
         return {
             "text": "",
             "output_ids": done.tokens,
             "meta_info": {
                 "id": rid,
-                "finish_reason": {"type": done.reason},
+                "finish_reason": end,
                 "prompt_tokens": len(tokens),
                 "completion_tokens": len(done.tokens),
                 "weight_version": self.version,
@@ -88,8 +99,39 @@ class SglangStub(BigramStub):
         if isinstance(body["input_ids"][0], int):
             self.ledger.event("scores")
             return await self.write("one", body["input_ids"], body["sampling_params"])
+        if body.get("stream"):
+            return self.stream(body)
         asked = zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True)
         return list(await asyncio.gather(*(self.write(*one) for one in asked)))
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[str, None]:
+        """Events as its 0.5.23 writes them: of one answer each, with all tokens so far."""
+        asked = list(zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True))
+        written = [Written() for _ in asked]
+        tasks = [
+            asyncio.ensure_future(self.write(*one, done))
+            for one, done in zip(asked, written, strict=True)
+        ]
+        seen = [0] * len(tasks)
+        left = set(range(len(tasks)))
+        try:
+            while left:
+                await asyncio.wait([tasks[i] for i in left], timeout=0.01)
+                for i in sorted(left):
+                    rid, tokens, params = asked[i]
+                    if tasks[i].done():
+                        left.remove(i)
+                        event = tasks[i].result()
+                    elif len(written[i].tokens) >= seen[i] + params["stream_interval"]:
+                        event = self.told(rid, tokens, written[i], None)
+                    else:
+                        continue
+                    seen[i] = event["meta_info"]["completion_tokens"]
+                    yield f"data: {json.dumps({**event, 'index': i})}\n"
+            yield "data: [DONE]\n"
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def update(self, body: dict[str, Any]) -> tuple[int, Any]:
         if self.running:

@@ -187,6 +187,19 @@ def test_a_machine_that_goes_is_survived(tiny_dir: str, tmp_path: Path) -> None:
         nodes.shutdown()
 
 
+@pytest.mark.long
+def test_one_of_three_machines_goes(tiny_dir: str, tmp_path: Path) -> None:
+    """A rank of FSDP2 on each; the run goes on with three ranks on the two that are left, and comes
+    out as on three that stay.
+    """
+    from helpers.three_machines import lose_one_of_three
+
+    found = lose_one_of_three(partial(make_config, tiny_dir, tmp_path))
+    assert found["machines"] == 3 and found["recovered"] == 1
+    assert found["lost"] == found["twice"] == 0 and found["samples"] == 4 * 16
+    assert found["digest_equal"]
+
+
 @pytest.fixture(scope="module")
 def ray_is_up() -> Iterator[None]:
     with ray_cluster.one_ray():

@@ -29,6 +29,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.sample import Sample, Stop
 from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
+from reinforge.engines.resumable import ResumableRequests
 from reinforge.engines.served.engine import ServedEngine
 from reinforge.engines.served.make import make_served
 from reinforge.models.adapters import add_adapter
@@ -290,6 +291,40 @@ def test_an_update_in_the_middle_of_completions(pair: ModelAndEngine) -> None:
     assert run(work()), "no update fell into the middle of completions"
 
 
+def test_what_is_cut_goes_on_under_new_weights(pair: ModelAndEngine) -> None:
+    """As partial rollouts do it: the part before the cut keeps the versions and the log-probs of
+    the old weights, the rest has those of the new.
+    """
+    requests = ResumableRequests(pair.engine)
+    ask = requests.engine_of("group")
+    params = Sampling(190, ignore_eos=True)
+
+    async def work() -> None:
+        before = pair.engine.version
+        task = asyncio.ensure_future(ask.generate(PROMPT, params, key=1, n=32))
+        while not requests.tokens():
+            await asyncio.sleep(0.01)
+        assert not task.done(), "it was over before it could be cut"
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        [request] = requests.copied()["group"].values()
+        cut = request.completions
+        assert all(0 < len(c.tokens) < 190 and c.stop is None for c in cut)
+        for c in cut:
+            old = pair.logprobs(PROMPT, c.tokens, 1.0)
+            assert torch.tensor(c.logprobs).sub(old).abs().max() < 1e-4
+        pair.change(7)
+        await pair.engine.update(pair.weights, before + 1)
+        for part, done in zip(cut, await ask.generate(PROMPT, params, key=1, n=32), strict=True):
+            n = len(part.tokens)
+            assert done.tokens[:n] == part.tokens and done.logprobs[:n] == part.logprobs
+            assert done.versions == [before] * n + [before + 1] * (190 - n)
+            new = pair.logprobs([*PROMPT, *done.tokens[:n]], done.tokens[n:], 1.0)
+            assert torch.tensor(done.logprobs[n:]).sub(new).abs().max() < 1e-4
+
+    run(work())
+
+
 def test_an_adapter_travels_alone_once_its_base_is_there(pair: ModelAndEngine) -> None:
     module = load_model(ModelConfig(path=pair.engine.setup.model, device="cpu")).module
     adapted = add_adapter(module, AdapterConfig(rank=4), seed=0)
@@ -348,6 +383,32 @@ def test_a_stale_tied_head_is_caught_and_named(pair: ModelAndEngine) -> None:
     assert (
         torch.tensor(done.logprobs).sub(pair.logprobs(PROMPT, done.tokens, 1.0)).abs().max() < 1e-4
     )
+
+
+@pytest.mark.long
+def test_what_a_killed_server_had_told_goes_on(pair: ModelAndEngine) -> None:
+    requests = ResumableRequests(pair.engine)
+    params = Sampling(190, ignore_eos=True)
+
+    async def work() -> None:
+        [replica] = pair.engine.replicas
+        task = asyncio.ensure_future(
+            requests.engine_of("group").generate(PROMPT, params, key=2, n=32)
+        )
+        while not requests.tokens():
+            await asyncio.sleep(0.01)
+        assert not task.done() and replica.process is not None
+        os.kill(replica.process.pid, signal.SIGKILL)
+        [request] = requests.copied()["group"].values()
+        for before, done in zip(request.completions, await task, strict=True):
+            assert done.tokens[: len(before.tokens)] == before.tokens
+            assert len(done.tokens) == 190 and set(done.versions) == {pair.engine.version}
+            want = pair.logprobs(PROMPT, done.tokens, 1.0)
+            assert torch.tensor(done.logprobs).sub(want).abs().max() < 1e-4
+
+    restarts = pair.engine.restarts
+    run(work())
+    assert requests.tokens() == 32 * 190 and pair.engine.restarts == restarts + 1
 
 
 @pytest.mark.long

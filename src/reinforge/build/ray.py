@@ -250,8 +250,11 @@ def _colocated(cfg: Config) -> bool:
 
 def _depends_on_the_batch(cfg: Config, cluster: RayCluster) -> bool:
     """Whether a run comes out to the bit only if the same requests are computed together: what a
-    lost engine held must then wait for the new one. On a GPU no run does.
+    lost engine held must then wait for the new one. On a GPU, and where the clock says what a step
+    cuts, no run does.
     """
+    if cfg.rollout.partial:
+        return False
     on_gpu = any(place.gpus for place in cluster.plan.places.get(ENGINE, ()))
     return not cfg.model.exact and not on_gpu
 

@@ -119,7 +119,7 @@ def resumable_requests(cfg: Config, engine: Engine) -> ResumableRequests | None:
         raise InputError(
             "this engine does not tell tokens as they come, so what is cut would be lost.",
             where="rollout.partial",
-            fix="Use the native engine in the trainer's process, or leave it out.",
+            fix="Use the native engine, vLLM or SGLang, or leave it out.",
         )
     return ResumableRequests(streaming)
 

@@ -5,7 +5,8 @@ Requests of one moment travel together and are dealt over the replicas, each to 
 computed its beginning (engines/routing.py); answers come back as they are complete. A replica that
 is lost is made again with the newest weights. Draws are keyed, so what it held can be asked again:
 of the others at once, or of the new one where the last bits depend on what is computed together. So
-is what an actor holds whose servers are gone, while it starts them again.
+is what an actor holds whose servers are gone, while it starts them again. Who heard of tokens as
+they came is told of the loss, and asks for the rest.
 """
 
 from __future__ import annotations
@@ -20,10 +21,23 @@ from typing import Any
 
 from reinforge.cluster.backend import RemoteBackend, RemoteWeights
 from reinforge.cluster.errors import ActorLost
-from reinforge.cluster.mailbox import Mailbox, MailboxReply, MailboxRequest, ServersNotice
+from reinforge.cluster.mailbox import (
+    Mailbox,
+    MailboxNews,
+    MailboxReply,
+    MailboxRequest,
+    ServersNotice,
+)
 from reinforge.cluster.ray_cluster import RayCluster
 from reinforge.cluster.worker_group import WorkerGroup
-from reinforge.core.engine import Completion, Engine, Sampling
+from reinforge.core.engine import (
+    Completion,
+    Engine,
+    EngineLost,
+    OnTokens,
+    Sampling,
+    StreamingEngine,
+)
 from reinforge.core.weights import Weights
 from reinforge.engines.routing import PrefixRouter
 from reinforge.engines.served.dialect import ServerSetup
@@ -94,7 +108,6 @@ class RemoteEngine:
     """
 
     stats = None  # the actors do not tell
-    streaming = None
 
     def __init__(
         self,
@@ -119,6 +132,8 @@ class RemoteEngine:
         self._args = args
         self._numbers = itertools.count()
         self._gathered: list[tuple[MailboxRequest, asyncio.Future[Any]]] = []
+        self._listeners: dict[int, OnTokens] = {}  # by the number of their request
+        self._leaving: set[int] = set()  # requests that were cancelled and hear the last tokens
         self._probes = itertools.count()
         self._newest: SendWeights | None = None  # to an actor
         self._state: dict[str, int] | None = None
@@ -135,27 +150,50 @@ class RemoteEngine:
 
     # ---- requests ----
 
+    @property
+    def streaming(self) -> StreamingEngine:
+        return self
+
     async def generate(
-        self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1
+        self,
+        tokens: Sequence[int],
+        params: Sampling,
+        *,
+        key: int,
+        n: int = 1,
+        on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
         found: list[Completion] = await self._ask(
-            "generate", (list(tokens), params), {"key": key, "n": n}
+            "generate", (list(tokens), params), {"key": key, "n": n}, on_tokens
         )
         return found
 
-    async def _ask(self, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    async def _ask(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        on_tokens: OnTokens | None = None,
+    ) -> Any:
         loop = asyncio.get_running_loop()
-        request = MailboxRequest(next(self._numbers), method, args, named)
+        number = next(self._numbers)
+        request = MailboxRequest(number, method, args, named, tells=on_tokens is not None)
+        if on_tokens is not None:
+            self._listeners[number] = on_tokens
         future = loop.create_future()
         if not self._gathered:
             # after everything else that is ready now: it may ask, too
             loop.call_soon(self._send_gathered)
         self._gathered.append((request, future))
         try:
-            return await future
+            # not the future itself: who is cancelled still hears what there is
+            await asyncio.wait({future})
+            return future.result()
         except asyncio.CancelledError:
-            self._cancel(request)
+            await self._cancel(request, future)
             raise
+        finally:
+            self._listeners.pop(number, None)
 
     def _send_gathered(self) -> None:
         gathered = self._gathered
@@ -203,10 +241,21 @@ class RemoteEngine:
         for batch in batches:
             replica.workers.send(MAILBOX, "submit", batch.requests, replica.collectors)
 
-    def _cancel(self, request: MailboxRequest) -> None:
+    async def _cancel(self, request: MailboxRequest, future: asyncio.Future[Any]) -> None:
+        """Who hears of its tokens hears the last of them."""
+        sent = False
         for replica in self.replicas:
             if any(request.number in batch.waiting for batch in replica.sent):
                 replica.workers.send(MAILBOX, "cancel", [request.number])
+                sent = True
+        try:
+            if sent and request.tells:
+                self._leaving.add(request.number)
+                await asyncio.wait({future})
+        finally:
+            self._leaving.discard(request.number)
+            future.cancel()
+            _seen(future)
 
     async def _collect(self, replica: EngineReplica) -> None:
         """Picks answers up while anybody waits for some, or for its servers."""
@@ -229,7 +278,11 @@ class RemoteEngine:
                 return self._fail(replica, error)
             replica.sent = [batch for batch in replica.sent if batch.open]
 
-    def _settle(self, replica: EngineReplica, answer: MailboxReply) -> None:
+    def _settle(self, replica: EngineReplica, answer: MailboxReply | MailboxNews) -> None:
+        if isinstance(answer, MailboxNews):
+            if (listener := self._listeners.get(answer.number)) is not None:
+                listener(answer.place, answer.new)
+            return
         for batch in replica.sent:
             for request, future in batch.unanswered():
                 if request.number != answer.number:
@@ -238,7 +291,7 @@ class RemoteEngine:
                     future.set_exception(replica.workers.cause(answer.error))
                     continue
                 future.set_result(answer.value)
-                for completion in answer.value:
+                for completion in answer.value or ():
                     self.router.add(
                         [*request.args[0], *completion.tokens], self.replicas.index(replica)
                     )
@@ -278,6 +331,7 @@ class RemoteEngine:
         began = time.monotonic()
         self.cluster.note("actor_lost", role=lost.role, how=lost.how)
         replica.lost = True
+        self._tell_listeners(replica)
         self._reroute(replica)
         replica.failures += 1
         if replica.failures > self.cluster.cfg.restarts:
@@ -300,6 +354,26 @@ class RemoteEngine:
             "actor_restored", role=lost.role, seconds=time.monotonic() - began, asked_again=held
         )
 
+    def _tell_listeners(self, replica: EngineReplica) -> None:
+        """They know what there is of their answers, and ask for the rest; or they have left."""
+        held = [
+            (request, future)
+            for batch in replica.sent
+            for request, future in batch.unanswered()
+            if request.tells
+        ]
+        role = replica.workers.role
+        going_on = 0
+        for request, future in held:
+            if request.number in self._leaving:
+                future.set_result(None)
+            else:
+                going_on += 1
+                future.set_exception(EngineLost(role))
+        if going_on:
+            self.cluster.note("requests_rerouted", role=role, requests=going_on)
+        replica.sent = [batch for batch in replica.sent if batch.open]
+
     def _reroute(self, replica: EngineReplica) -> None:
         """What it held goes to the others, now: a new one, or its new servers, have a model to
         load. Where there are no others, or the same requests are to be computed together again, it
@@ -310,12 +384,15 @@ class RemoteEngine:
         self.router.forget(self.replicas.index(replica))
         if not any(r.works for r in self.replicas):
             return
-        held = [pair for batch in replica.sent for pair in batch.unanswered()]
-        replica.sent = []
         if not replica.lost:
-            replica.workers.send(MAILBOX, "cancel", [request.number for request, _ in held])
-        self.cluster.note("requests_rerouted", role=replica.workers.role, requests=len(held))
-        self._deal(held)
+            held = [request.number for batch in replica.sent for request, _ in batch.unanswered()]
+            replica.workers.send(MAILBOX, "cancel", held)
+        self._tell_listeners(replica)
+        left = [pair for batch in replica.sent for pair in batch.unanswered()]
+        replica.sent = []
+        if left:
+            self.cluster.note("requests_rerouted", role=replica.workers.role, requests=len(left))
+            self._deal(left)
 
     def _note_servers(self, replica: EngineReplica, notice: ServersNotice) -> None:
         """The actor lives, and has no server left; or has one again."""
@@ -371,9 +448,15 @@ class RemoteEngine:
         return list(await asyncio.gather(*works))
 
     def state(self) -> dict[str, int]:
-        state: dict[str, int] = self.replicas[0].workers.call(self.name, "state")
-        self._state = state
-        return state
+        """Of any that is there: they are alike. Where none is, what they had."""
+        for replica in self.replicas:
+            try:
+                self._state = replica.workers.call(self.name, "state")
+                break
+            except ActorLost:
+                if self.shares:
+                    raise  # the trainer is gone with it
+        return dict(self._state or {})
 
     def load(self, state: dict[str, int]) -> None:
         self._state = dict(state)
@@ -396,6 +479,12 @@ def _together(found: Sequence[Mapping[str, float] | None]) -> dict[str, float]:
     return {
         name: sum(values) if name == RESTARTS else max(values) for name, values in by_name.items()
     }
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Nobody is told of its error."""
+    if future.done() and not future.cancelled():
+        future.exception()
 
 
 # ---- in the actor ----

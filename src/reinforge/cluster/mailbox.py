@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from reinforge.core.engine import Engine
+from reinforge.core.engine import Engine, NewTokens
 from reinforge.core.errors import ReinforgeError
+
+TELL_EVERY = 0.05  # seconds, where tokens are told as they come
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +26,13 @@ class MailboxRequest:
     method: str  # of the engine: generate
     args: tuple[Any, ...]
     named: dict[str, Any]
+    tells: bool = False  # somebody wants to hear of its tokens as they come
 
 
 @dataclass(frozen=True, slots=True)
 class MailboxReply:
-    """What the engine returned or raised for the request of this number. `RemoteEngine` takes it
-    and tells whoever waits.
+    """What the engine returned or raised for the request of this number; None where it was
+    cancelled. `RemoteEngine` takes it and tells whoever waits.
     """
 
     number: int
@@ -45,6 +49,20 @@ class ServersNotice:
     serving: bool
 
 
+@dataclass(frozen=True, slots=True)
+class MailboxNews:
+    """New tokens of sample `place` of the request of this number. `RemoteEngine` takes it and tells
+    whoever hears them.
+    """
+
+    number: int
+    place: int
+    new: NewTokens
+
+
+Found = MailboxReply | MailboxNews | ServersNotice  # what a mailbox has for its reader
+
+
 class Mailbox:
     """The requests of one engine in an actor. `RemoteEngine` has one made in each of its actors,
     submits requests to it and takes the replies.
@@ -53,7 +71,8 @@ class Mailbox:
     def __init__(self, engine: Engine):
         self.engine = engine
         self._running: dict[int, asyncio.Task[Any]] = {}
-        self._ready: list[MailboxReply | ServersNotice] = []
+        self._ready: list[Found] = []
+        self._announced = False  # that there are news: soon somebody hears of it
         self._cancelled: set[int] = set()  # before they came
         self._newest = -1
         self._any = asyncio.Event()
@@ -66,17 +85,22 @@ class Mailbox:
         for request in requests:
             if request.number in self._cancelled:  # calls may overtake each other
                 self._cancelled.discard(request.number)
+                self._end_cancelled(request)
                 continue
             task = asyncio.get_running_loop().create_task(self._work(request))
             self._running[request.number] = task
             self._newest = max(self._newest, request.number)
 
     async def _work(self, request: MailboxRequest) -> None:
+        hears = {"on_tokens": partial(self._tell, request.number)} if request.tells else {}
         try:
             found = MailboxReply(
                 request.number,
-                await getattr(self.engine, request.method)(*request.args, **request.named),
+                await getattr(self.engine, request.method)(*request.args, **request.named, **hears),
             )
+        except asyncio.CancelledError:
+            self._end_cancelled(request)
+            raise
         except Exception as error:
             # what can travel
             reported = (
@@ -94,9 +118,21 @@ class Mailbox:
         self._ready = [found for found in self._ready if not isinstance(found, ServersNotice)]
         self._put(ServersNotice(serving))
 
-    def _put(self, found: MailboxReply | ServersNotice) -> None:
+    def _end_cancelled(self, request: MailboxRequest) -> None:
+        """Who hears of its tokens waits until no more can come."""
+        if request.tells:
+            self._put(MailboxReply(request.number, None))
+
+    def _put(self, found: Found) -> None:
         self._ready.append(found)
         self._any.set()
+
+    def _tell(self, number: int, place: int, new: NewTokens) -> None:
+        """Several times a second, not with every token: each time costs a call."""
+        self._ready.append(MailboxNews(number, place, new))
+        if not self._announced:
+            self._announced = True
+            asyncio.get_running_loop().call_later(TELL_EVERY, self._any.set)
 
     def _replies_to(self, reader: int) -> None:
         """A reader of a higher number takes over. The one before may be gone with its event loop
@@ -107,7 +143,7 @@ class Mailbox:
             if self._waiting:
                 self._any.set()
 
-    async def take(self, seconds: float, reader: int = 0) -> list[MailboxReply | ServersNotice]:
+    async def take(self, seconds: float, reader: int = 0) -> list[Found]:
         """What is complete and was not taken; waits for at least one, for so long at most."""
         self._replies_to(reader)
         self._waiting += 1
@@ -120,6 +156,7 @@ class Mailbox:
         if reader < self._reader:
             return []
         self._any.clear()
+        self._announced = False
         found = self._ready
         self._ready = []
         return found

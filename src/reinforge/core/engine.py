@@ -78,8 +78,25 @@ class GenerationStats:
         )
 
 
-# hears of a sample's new tokens: its place, their ids, their log-probs, and the whole if it ended
-OnTokens = Callable[[int, list[int], list[float], Completion | None], None]
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """The newest tokens of an answer that is being written. A `StreamingEngine` tells them as they
+    come, to whoever asked with `on_tokens`.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]  # the weights that sampled each
+    done: Completion | None = None  # the whole, once it has ended
+
+
+OnTokens = Callable[[int, NewTokens], None]  # the place of the answer among the n that were asked
+
+
+class EngineLost(RuntimeError):
+    """What wrote an answer is gone, and another engine is there. Raised to those who heard its
+    tokens as they came: they ask for the rest of it (`ResumableEngine`).
+    """
 
 
 @runtime_checkable
@@ -135,14 +152,9 @@ class Engine(Protocol):
 
 
 class StreamingEngine(Engine, Protocol):
-    """An engine in this process that tells tokens as they come: what is cut is not lost. Partial
-    rollouts and the server generate with it.
+    """An engine that tells tokens as they come: what is cut is not lost. Partial rollouts and the
+    server generate with it.
     """
-
-    @property
-    def version(self) -> int:
-        """Of the weights that sample now."""
-        ...
 
     async def generate(
         self,
@@ -153,5 +165,7 @@ class StreamingEngine(Engine, Protocol):
         n: int = 1,
         on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
-        """As any engine. `on_tokens` is called in the engine's thread."""
+        """As any engine. `on_tokens` is called in the thread that generates, or that hears from
+        where it is done, and not after this has ended or was cancelled. May raise `EngineLost`.
+        """
         ...

@@ -4,12 +4,13 @@ goes on from its tokens so far.
 The rest is sampled with the weights of its own time, after the cache of the prefix was computed
 under them; each token keeps the version and the log-prob that it was sampled with. What is kept is
 bound to the exact prompt: an environment that answers otherwise the second time gets a fresh
-answer.
+answer. An engine that is lost in the middle of an answer is no different from a cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from reinforge.core import routes
 from reinforge.core.aio import together
-from reinforge.core.engine import Completion, Sampling, StreamingEngine
+from reinforge.core.engine import Completion, EngineLost, NewTokens, Sampling, StreamingEngine
 from reinforge.core.sample import Stop
 from reinforge.core.seeds import seed_of, tokens_hash
 from reinforge.core.weights import Weights
@@ -34,19 +35,13 @@ class PartialCompletion:
     # those of the last piece: what came before a cut was its prompt, and is in them
     routes: Tensor | None = None
 
-    def add(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[int],
-        done: Completion | None,
-    ) -> None:
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.versions += versions
-        if done is not None:
-            self.stop = done.stop
-            self.routes = done.routes
+    def add(self, new: NewTokens) -> None:
+        self.tokens += new.tokens
+        self.logprobs += new.logprobs
+        self.versions += new.versions
+        if new.done is not None:
+            self.stop = new.done.stop
+            self.routes = new.done.routes
 
     def whole(self) -> Completion:
         assert self.stop is not None
@@ -132,10 +127,11 @@ class ResumableEngine:
             request = ResumableRequest(bound, [PartialCompletion() for _ in range(n)])
             requests[key] = request
         completions = request.completions
-        if any(c.tokens for c in completions):
-            await self._resume(tokens, params, key, completions)
-        else:
-            await self._grow(tokens, params, key, completions)
+        while any(c.stop is None for c in completions):
+            if any(c.tokens for c in completions):
+                await self._resume(tokens, params, key, completions)
+            else:
+                await self._grow(tokens, params, key, completions)
         return [c.whole() for c in completions]
 
     async def _resume(
@@ -168,12 +164,15 @@ class ResumableEngine:
         key: int,
         completions: Sequence[PartialCompletion],
     ) -> None:
-        """Lets the completions grow to their ends. What came before a cut is in them."""
+        """Lets the completions grow to their ends, or to where their engine was lost. What came
+        before a cut is in them.
+        """
 
-        def add(i: int, new: list[int], logprobs: list[float], done: Completion | None) -> None:
-            completions[i].add(new, logprobs, [self.engine.version] * len(new), done)
+        def add(i: int, new: NewTokens) -> None:
+            completions[i].add(new)
 
-        await self.engine.generate(tokens, params, key=key, n=len(completions), on_tokens=add)
+        with suppress(EngineLost):
+            await self.engine.generate(tokens, params, key=key, n=len(completions), on_tokens=add)
 
     # ---- the rest of the contract ----
 

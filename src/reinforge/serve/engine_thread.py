@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from reinforge.core.engine import Completion, Sampling
+from reinforge.core.engine import Completion, NewTokens, Sampling
 from reinforge.core.sample import Stop
 from reinforge.engines.native import NativeEngine
 
@@ -90,11 +90,9 @@ class EngineThread:
             if not here.is_closed():
                 here.call_soon_threadsafe(queue.put_nowait, item)
 
-        def on_tokens(
-            prompt: int, i: int, tokens: list[int], logprobs: list[float], done: Completion | None
-        ) -> None:
-            stop = None if done is None else done.stop
-            put(AnswerPiece(prompt * n + i, tokens, logprobs, stop))
+        def on_tokens(prompt: int, i: int, new: NewTokens) -> None:
+            stop = None if new.done is None else new.done.stop
+            put(AnswerPiece(prompt * n + i, new.tokens, new.logprobs, stop))
 
         futures = [
             self.submit(

@@ -123,9 +123,7 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "An agent": (AGENT,),
         "Preferences over sampled answers": ("algorithm.name=online_dpo",),
         "Dynamic sampling": ("algorithm.dynamic_sampling=true",),
-        "An engine that is a server": (VLLM,),
         "Every rank generates": ("train.backend=fsdp", "rollout.all_ranks=true"),
-        "Actors of Ray": ("cluster.kind=ray",),
     },
     "Algorithms": {
         "Rewards": ("rewards=[{name: exact_number}]",),

@@ -58,10 +58,10 @@ def test_episodes_stay_with_their_replica_until_the_weights_change(servers: Stub
     asked: dict[tuple[int, ...], set[str]] = {}  # the servers that got these tokens
     generate = engine.dialect.generate
 
-    def watched(http, requests, params, stops):  # type: ignore[no-untyped-def]
+    def watched(http, requests, params, stops, heard):  # type: ignore[no-untyped-def]
         for request in requests:
             asked.setdefault(tuple(request.tokens), set()).add(http.address)
-        return generate(http, requests, params, stops)
+        return generate(http, requests, params, stops, heard)
 
     engine.dialect.generate = watched  # type: ignore[method-assign]
 

@@ -17,7 +17,7 @@ from reinforge.core.constraint import Constraint
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.core.weights import Weights
-from reinforge.engines.served.dialect import SampleOutput, SampleRequest, ServerSetup
+from reinforge.engines.served.dialect import OnOutput, SampleOutput, SampleRequest, ServerSetup
 from reinforge.engines.served.engine import ServedEngine
 from reinforge.engines.served.http import ServerClient, ServerFault
 from reinforge.engines.served.make import make_dialect
@@ -54,6 +54,7 @@ class OneSlot:
         requests: Sequence[SampleRequest],
         params: Sampling,
         stops: frozenset[int],
+        on_output: OnOutput | None = None,
     ) -> list[SampleOutput]:
         await asyncio.sleep(0.005)
         return [

@@ -652,7 +652,7 @@ def says(service: ModelService, monkeypatch: pytest.MonkeyPatch, text: str) -> l
     """The engine says `text`, token by token, to whatever it is asked; returns the prompts it will
     see.
     """
-    from reinforge.core.engine import Completion
+    from reinforge.core.engine import Completion, NewTokens
     from reinforge.core.sample import Stop
 
     seen: list[list[int]] = []
@@ -667,7 +667,7 @@ def says(service: ModelService, monkeypatch: pytest.MonkeyPatch, text: str) -> l
         ]
         done = Completion(ids, [-0.5] * len(ids), [0] * len(ids), Stop.EOS)
         for i, token in enumerate(ids):
-            on_tokens(0, [token], [-0.5], done if i + 1 == len(ids) else None)
+            on_tokens(0, NewTokens([token], [-0.5], [0], done if i + 1 == len(ids) else None))
         return [done]
 
     monkeypatch.setattr(service.engine.engine, "generate", generate)

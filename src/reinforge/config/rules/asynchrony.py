@@ -26,13 +26,6 @@ def _not_partial(why: str, fix: str) -> dict[str, Cell]:
     return {"on-policy": YES, "staleness": YES, "partial": No(why, fix, key=PARTIAL)}
 
 
-def _tokens_untold() -> dict[str, Cell]:
-    return _not_partial(
-        "this engine does not tell tokens as they come, so what is cut would be lost",
-        "use the native engine in the trainer's process, or leave it out",
-    )
-
-
 def _depends_on_rewards(config: Sections) -> bool:
     """Whether what is generated next cannot be known ahead."""
     early = config.rollout.staleness > 0 and not config.rollout.partial
@@ -91,18 +84,15 @@ FEATURES = (
         ),
     ),
     Feature(
-        "An engine that is a server",
-        "rollout.engine",
-        lambda c: c.rollout.engine != "native",
-        _tokens_untold(),
-    ),
-    Feature(
         "Every rank generates",
         "rollout.all_ranks",
         lambda c: c.rollout.all_ranks is True,
-        _tokens_untold(),
+        _not_partial(
+            "ranks that generate together do not tell tokens as they come, so what is cut would be"
+            " lost",
+            "set rollout.all_ranks=false, or leave rollout.partial out",
+        ),
     ),
-    Feature("Actors of Ray", "cluster.kind", lambda c: c.cluster.kind == "ray", _tokens_untold()),
 )
 
 RULES = (

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from reinforge.core.arrays import floats, ints, to_device
-from reinforge.core.engine import Completion, Sampling
+from reinforge.core.engine import Completion, NewTokens, Sampling
 from reinforge.engines.native.blocks import CacheHolding
 from reinforge.engines.native.drafts import NOTHING, AnswerMemory, Kin, look_up, padded, room_for
 from reinforge.engines.native.sampler import draw, uniform
@@ -35,8 +35,7 @@ from reinforge.models.state import RowStates, StateStore
 NEVER = -1  # pads lists of stop tokens: no token has this id
 FREE = [1.0, 0.0, 0.0]  # top_p, top_k and min_p that drop nothing
 GraphKey = tuple[int, int, int, bool, bool, int, int, int]
-# new tokens, their log-probs, and the whole where it ended
-Listener = Callable[[list[int], list[float], Completion | None], None]
+Listener = Callable[[NewTokens], None]
 
 
 @dataclass(slots=True, eq=False)

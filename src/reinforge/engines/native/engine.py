@@ -35,6 +35,7 @@ from reinforge.core.constraint import Constraint
 from reinforge.core.engine import (
     Completion,
     GenerationStats,
+    NewTokens,
     OnTokens,
     Sampling,
     StreamingEngine,
@@ -253,9 +254,7 @@ class NativeEngine:
         n: int = 1,
         on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
-        """`on_tokens(i, tokens, logprobs, stop)` hears of sample i's tokens as they come, in the
-        engine's thread.
-        """
+        """`on_tokens` hears of tokens as they come, in the engine's thread."""
         prompt = list(tokens)
         if not prompt:
             raise InputError(
@@ -864,7 +863,8 @@ class NativeEngine:
                 stop = Stop.EOS if whole else Stop.LENGTH
             done = None if stop is None else self._completion(sequence, stop)
             if sequence.listener is not None:
-                sequence.listener(tokens[:count], logprobs[:count], done)
+                versions = [self.version] * count
+                sequence.listener(NewTokens(tokens[:count], logprobs[:count], versions, done))
             if done is not None:
                 self._finish(sequence, done)
 

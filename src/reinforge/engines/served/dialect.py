@@ -18,7 +18,7 @@ tokens, load new weights without a restart, and abort what is running.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -147,6 +147,11 @@ class SampleOutput:
     cuts: Sequence[tuple[int, int]] = ()
 
 
+# hears what a server has written of a request since the last time: its place, and the new part.
+# Its reason is `abort`, and the last token of an answer is never in it: that comes with the end
+OnOutput = Callable[[int, SampleOutput], None]
+
+
 class Dialect(Protocol):
     """One kind of server. `make.py` makes one for an engine; `Replica` calls it to start a server
     and to ask whether it lives, `ServedEngine` to generate, `WeightTransfer` to send weights.
@@ -202,6 +207,7 @@ class Dialect(Protocol):
         requests: Sequence[SampleRequest],
         params: Sampling,
         stops: frozenset[int],
+        on_output: OnOutput | None = None,
     ) -> list[SampleOutput]:
         """One output for each request, in order. A sample ends at a token of `stops` (the server's
         own idea of an end is turned off), which stays in its tokens. Of `params` a dialect reads
@@ -214,6 +220,9 @@ class Dialect(Protocol):
         (core/aio.py) sends all of them, gives their answers in order, and cancels the others when
         one fails or the caller leaves.
         A caller that leaves closes the connection; the server should take that for an abort.
+
+        `on_output`: the server is asked to tell tokens as they come, several times a second; what
+        was told is not in the outputs again. Then nothing that was told is lost with the server.
         """
         ...
 

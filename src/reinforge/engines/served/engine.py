@@ -1,10 +1,11 @@
 """An engine that lives in servers: the contract over one or several replicas of a server.
 
 A request goes to the replica that has computed its beginning (engines/routing.py), a new prompt to
-the one with least to do. What a dead replica held is sent to another; the dead one is started again
-and gets the current weights before it gets work. An update is staged everywhere while generation
-goes on, then what runs is interrupted, the new weights are committed, proved with a probe, and the
-interrupted samples go on under them: every token says which weights drew it.
+the one with least to do. What a dead replica held is sent to another: from its beginning, with the
+same draws, or from the tokens that were told, where somebody hears them as they come. The dead one
+is started again and gets the current weights before it gets work. An update is staged everywhere
+while generation goes on, then what runs is interrupted, the new weights are committed, proved with
+a probe, and the interrupted samples go on under them: every token says which weights drew it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,18 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from reinforge.config.engine import SERVERS
-from reinforge.core.engine import Completion, GenerationStats, Sampling
+from reinforge.core.engine import (
+    Completion,
+    GenerationStats,
+    NewTokens,
+    OnTokens,
+    Sampling,
+    StreamingEngine,
+)
 from reinforge.core.errors import InputError
 from reinforge.core.gpu_room import Release, nothing_to_release
 from reinforge.core.routes import RoutedLayers
@@ -45,6 +54,7 @@ class SampleInProgress:
     """
 
     index: int
+    on_tokens: OnTokens | None = None  # hears of its tokens
     done: Completion = field(default_factory=lambda: Completion([], [], [], Stop.LENGTH))
     open: bool = True
 
@@ -64,8 +74,8 @@ class SampleInProgress:
         stops: frozenset[int],
         routed: RoutedLayers | None = None,
     ) -> None:
-        """What was interrupted is read again with the rest: the newest routes are those of the
-        whole sample.
+        """The next part of it. What was interrupted is read again with the rest: the newest routes
+        are those of the whole sample.
         """
         done = self.done
         done.tokens.extend(output.tokens)
@@ -81,6 +91,10 @@ class SampleInProgress:
         self.open = output.reason == "abort" and not stopped and len(self.done.tokens) < limit
         stop = Stop.EOS if stopped or output.reason == "stop" else done.stop
         self.done = Completion(done.tokens, done.logprobs, done.versions, stop, routes)
+        if self.on_tokens is not None and (drawn or not self.open):
+            whole = None if self.open else self.done
+            new = NewTokens(output.tokens, output.logprobs, drawn, whole)
+            self.on_tokens(self.index, new)
 
 
 class EventLoopState:
@@ -115,8 +129,6 @@ class ServedEngine:
     """An `Engine` over servers in processes of their own. `make_served` makes it; rollouts ask it,
     and the loop updates it, as any other. What is particular to a kind of server is its `Dialect`.
     """
-
-    streaming = None
 
     def __init__(
         self,
@@ -162,8 +174,18 @@ class ServedEngine:
 
     # ---- the contract ----
 
+    @property
+    def streaming(self) -> StreamingEngine:
+        return self
+
     async def generate(
-        self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1
+        self,
+        tokens: Sequence[int],
+        params: Sampling,
+        *,
+        key: int,
+        n: int = 1,
+        on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
         prompt = list(tokens)
         limit = params.max_new_tokens
@@ -186,21 +208,19 @@ class ServedEngine:
         stops = (
             frozenset() if params.ignore_eos else self.stop_tokens | frozenset(params.stop_tokens)
         )
-        drafts = [SampleInProgress(i) for i in range(n)]
+        if params.constraint is not None:
+            assert on_tokens is None, "a server begins a grammar at its beginning, never inside"
+        drafts = [SampleInProgress(i, on_tokens) for i in range(n)]
         self._begin()
         try:
             while waiting := [d for d in drafts if d.open]:
-                requests = [d.request(prompt, key, limit, self.setup.cfg.seeded) for d in waiting]
-                outputs, version = await self._send(requests, params, stops)
-                for draft, output in zip(waiting, outputs, strict=True):
-                    draft.take(output, version, limit, stops, self.setup.routed)
-                    if draft.open and params.constraint is not None:
-                        # a server begins a grammar at its beginning, never inside
-                        drafts[draft.index] = SampleInProgress(draft.index)
+                await self._advance(waiting, prompt, params, stops, key)
+                if params.constraint is not None:
+                    drafts = [SampleInProgress(d.index) if d.open else d for d in drafts]
         finally:
             self._finish()
-        self.stats.prompt_tokens += len(prompt)
-        self.stats.generated_tokens += sum(len(d.done.tokens) for d in drafts)
+            self.stats.prompt_tokens += len(prompt)
+            self.stats.generated_tokens += sum(len(d.done.tokens) for d in drafts)
         return [d.done for d in drafts]
 
     def _begin(self) -> None:
@@ -294,30 +314,45 @@ class ServedEngine:
 
     # ---- sending ----
 
-    async def _send(
-        self, requests: Sequence[SampleRequest], params: Sampling, stops: frozenset[int]
-    ) -> tuple[list[SampleOutput], int]:
-        """Somebody's answer, and the version that gave it.
+    async def _advance(
+        self,
+        drafts: Sequence[SampleInProgress],
+        prompt: list[int],
+        params: Sampling,
+        stops: frozenset[int],
+        key: int,
+    ) -> None:
+        """Takes somebody's answer to what is missing.
 
         The gate is looked at last: nothing is sent into an update.
         """
+        limit = params.max_new_tokens
+        seeded = self.setup.cfg.seeded
         problem: Exception | None = None
-        # what they all begin with; those of one prompt, where nothing was written yet
-        shared = requests[0].tokens
         for _ in range(RESENDS):
+            # again each time: a replica that died may have told some of it
+            drafts = [d for d in drafts if d.open]
+            requests = [d.request(prompt, key, limit, seeded) for d in drafts]
+            if not requests:
+                return
+            # what they all begin with; those of one prompt, where nothing was written yet
+            shared = requests[0].tokens
             replica = await self._free(shared)
             self.router.add(shared, replica.index)
             replica.load += len(requests)
             version = self.version
             life = replica.life
+            take = partial(self._take, drafts, version, limit, stops)
+            heard = take if drafts[0].on_tokens is not None else None
             try:
                 outputs = await self._watched(
-                    replica, self.dialect.generate(_of(replica), requests, params, stops)
+                    replica, self.dialect.generate(_of(replica), requests, params, stops, heard)
                 )
-                if version == self.version:
-                    for request, output in zip(requests, outputs, strict=True):
-                        self.router.add([*request.tokens, *output.tokens], replica.index)
-                return outputs, version
+                for i, output in enumerate(outputs):
+                    take(i, output)
+                    if version == self.version:
+                        self.router.add([*prompt, *drafts[i].done.tokens], replica.index)
+                return
             except ServerDown as error:
                 problem = error
                 if replica.life == life and replica.up and await replica.healthy(0.0):
@@ -329,6 +364,17 @@ class ServedEngine:
             finally:
                 replica.load -= len(requests)
         raise RuntimeError(f"{RESENDS} replicas died over the same request: {problem}")
+
+    def _take(
+        self,
+        drafts: Sequence[SampleInProgress],
+        version: int,
+        limit: int,
+        stops: frozenset[int],
+        i: int,
+        output: SampleOutput,
+    ) -> None:
+        drafts[i].take(output, version, limit, stops, self.setup.routed)
 
     async def _watched(self, replica: Replica, work: Awaitable[T]) -> T:
         """The answer, or ServerDown once the replica no longer generates."""

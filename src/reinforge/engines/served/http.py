@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from collections.abc import AsyncGenerator
+from typing import Any, NoReturn
 
 import httpx2
 
 from reinforge.core.errors import InputError
+
+JSON = {"content-type": "application/json"}
 
 
 class ServerDown(RuntimeError):
@@ -78,21 +81,36 @@ class ServerClient:
     async def get(self, path: str, *, timeout: float | None = None) -> Any:
         return await self._ask("GET", path, None, timeout)
 
+    async def lines(self, path: str, body: Any) -> AsyncGenerator[str, None]:
+        """The lines of an answer as they come. Whoever stops reading closes the connection."""
+        content = json.dumps(body).encode()
+        try:
+            async with self._here().stream("POST", path, content=content, headers=JSON) as reply:
+                if not 200 <= reply.status_code < 300:
+                    await reply.aread()
+                    self._refuse(path, reply)
+                async for line in reply.aiter_lines():
+                    yield line
+        except (httpx2.TransportError, OSError) as error:
+            raise self._down(path, error) from error
+
     async def _ask(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
         content = None if body is None else json.dumps(body).encode()
         try:
             reply = await asyncio.wait_for(
-                self._here().request(
-                    method, path, content=content, headers={"content-type": "application/json"}
-                ),
-                timeout,
+                self._here().request(method, path, content=content, headers=JSON), timeout
             )
         except (httpx2.TransportError, TimeoutError, OSError) as error:
-            raise ServerDown(
-                f"{self.address}{path}: {type(error).__name__} {error}".strip()
-            ) from error
+            raise self._down(path, error) from error
         if 200 <= reply.status_code < 300:
             return json.loads(reply.content) if reply.content[:1] in (b"{", b"[") else reply.text
+        return self._refuse(path, reply)
+
+    def _down(self, path: str, error: Exception) -> ServerDown:
+        return ServerDown(f"{self.address}{path}: {type(error).__name__} {error}".strip())
+
+    def _refuse(self, path: str, reply: httpx2.Response) -> NoReturn:
+        """Raises what an answer that is none becomes."""
         said = reply.text[:600]
         if reply.status_code in (401, 403):
             raise InputError(

@@ -8,8 +8,10 @@ Read from its sources and run against a stub that speaks this API
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,17 @@ from reinforge.core.errors import InputError
 from reinforge.engines.served.dialect import (
     ASK,
     LOAD,
+    OnOutput,
     SampleOutput,
     SampleRequest,
     ServerSetup,
     given_options,
     options,
 )
-from reinforge.engines.served.http import ServerClient, ServerDown
+from reinforge.engines.served.http import ServerClient, ServerDown, ServerFault
 
 SEEDS = 2**31
+TELL_EVERY = 8  # tokens, where they are told as they come
 KEY = "REINFORGE_SGLANG_KEY"
 # SGLang takes its key only as an argument, and those of a process are there for every user to read:
 # it becomes one inside
@@ -85,6 +89,7 @@ class Sglang:
         requests: Sequence[SampleRequest],
         params: Sampling,
         stops: frozenset[int],
+        on_output: OnOutput | None = None,
     ) -> list[SampleOutput]:
         shared: dict[str, Any] = {
             "temperature": params.temperature,
@@ -105,27 +110,47 @@ class Sglang:
             own = {**shared, "max_new_tokens": request.max_tokens}
             if request.seed is not None:
                 own["sampling_seed"] = request.seed % SEEDS
+            if on_output is not None:
+                own["stream_interval"] = TELL_EVERY
             sampling.append(own)
-        reply = await http.post(
-            "/generate",
-            {
-                "input_ids": [request.tokens for request in requests],
-                "sampling_params": sampling,
-                "return_logprob": True,
-                "rid": [uuid.uuid4().hex for _ in requests],
-            },
-        )
-        return [self._output(answer) for answer in reply]
+        body = {
+            "input_ids": [request.tokens for request in requests],
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "rid": [uuid.uuid4().hex for _ in requests],
+        }
+        if on_output is not None:
+            return await self._told(http, body, on_output)
+        answers = await http.post("/generate", body)
+        return [_output(answer, _drawn(answer)) for answer in answers]
 
-    def _output(self, answer: dict[str, Any]) -> SampleOutput:
-        meta = answer["meta_info"]
-        drawn = meta.get("output_token_logprobs") or []
-        reason = (meta.get("finish_reason") or {}).get("type", "abort")
-        return SampleOutput(
-            [int(token) for _, token, *_ in drawn],
-            [float(logprob) for logprob, *_ in drawn],
-            reason,
-        )
+    async def _told(
+        self, http: ServerClient, body: dict[str, Any], on_output: OnOutput
+    ) -> list[SampleOutput]:
+        """The answers as they come, events of one line each."""
+        places = {name: i for i, name in enumerate(body["rid"])}
+        known = [0] * len(places)  # tokens of each
+        untold: list[list[Any]] = [[] for _ in places]
+        ends: dict[int, SampleOutput] = {}
+        async with aclosing(http.lines("/generate", {**body, "stream": True})) as lines:
+            async for line in lines:
+                if not line.startswith("data: {"):
+                    continue
+                answer = json.loads(line.removeprefix("data: "))
+                if "meta_info" not in answer:
+                    raise ServerFault(f"{http.address}/generate: {line[:600]}")
+                i = places[answer["meta_info"]["id"]]
+                new = _drawn(answer, known[i])
+                known[i] += len(new)
+                untold[i] += new
+                if answer["meta_info"].get("finish_reason"):
+                    ends[i] = _output(answer, untold[i])
+                else:
+                    on_output(i, _output(answer, untold[i][:-1]))
+                    untold[i] = untold[i][-1:]
+        if len(ends) < len(places):
+            raise ServerDown(f"{http.address}/generate: the answer breaks off")
+        return [ends[i] for i in range(len(places))]
 
     async def score(self, http: ServerClient, tokens: Sequence[int]) -> list[float]:
         body = {
@@ -177,6 +202,24 @@ class Sglang:
 
     async def wake(self, http: ServerClient, level: int) -> None:
         await http.post("/resume_memory_occupation", {"tags": _tags(level)}, timeout=LOAD)
+
+
+def _drawn(answer: dict[str, Any], known: int = 0) -> list[Any]:
+    """Log-prob and id of its tokens after the first `known`. An event of a stream has all tokens
+    so far, or with --incremental-streaming-output the new ones: those are the last in both.
+    """
+    drawn: list[Any] = answer["meta_info"].get("output_token_logprobs") or []
+    if known:
+        return drawn[max(0, len(drawn) - (answer["meta_info"]["completion_tokens"] - known)) :]
+    return drawn
+
+
+def _output(answer: dict[str, Any], drawn: Sequence[Any]) -> SampleOutput:
+    return SampleOutput(
+        [int(token) for _, token, *_ in drawn],
+        [float(logprob) for logprob, *_ in drawn],
+        (answer["meta_info"].get("finish_reason") or {}).get("type", "abort"),
+    )
 
 
 def _form(constraint: Constraint) -> dict[str, str]:

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from reinforge.core.routes import from_json
 from reinforge.engines.served.dialect import (
     ASK,
     LOAD,
+    OnOutput,
     SampleOutput,
     SampleRequest,
     ServerSetup,
     given_options,
     options,
 )
-from reinforge.engines.served.http import ServerClient
+from reinforge.engines.served.http import ServerClient, ServerDown, ServerFault
 from reinforge.engines.structured_outputs import server_words
 
 MODULE = "reinforge_vllm"
@@ -139,6 +141,7 @@ class Vllm:
         requests: Sequence[SampleRequest],
         params: Sampling,
         stops: frozenset[int],
+        on_output: OnOutput | None = None,
     ) -> list[SampleOutput]:
         shared: dict[str, Any] = {
             "temperature": params.temperature,
@@ -155,17 +158,23 @@ class Vllm:
             {"tokens": request.tokens, "seed": request.seed, "max_tokens": request.max_tokens}
             for request in requests
         ]
-        reply = await http.post("/reinforge/generate", {"items": items, "params": shared})
-        return [
-            SampleOutput(
-                unpacked("q", item["tokens"]),
-                unpacked("f", item["logprobs"]),
-                item["reason"],
-                from_json(item.get("routes")),
-                [(at, version) for at, version in item.get("cuts", ())],
-            )
-            for item in reply["items"]
-        ]
+        body = {"items": items, "params": shared}
+        if on_output is None:
+            reply = await http.post("/reinforge/generate", body)
+            return [_output(item) for item in reply["items"]]
+        ends: dict[int, SampleOutput] = {}
+        async with aclosing(http.lines("/reinforge/stream", body)) as lines:
+            async for line in lines:
+                item = json.loads(line)
+                if "error" in item:
+                    raise _failed(http, item["error"])
+                if item["reason"] is None:
+                    on_output(item["place"], _output({**item, "reason": "abort"}))
+                else:
+                    ends[item["place"]] = _output(item)
+        if len(ends) < len(items):
+            raise ServerDown(f"{http.address}/reinforge/stream: the answer breaks off")
+        return [ends[i] for i in range(len(items))]
 
     async def score(self, http: ServerClient, tokens: Sequence[int]) -> list[float]:
         reply = await http.post("/reinforge/score", {"tokens": list(tokens)}, timeout=LOAD)
@@ -195,6 +204,22 @@ class Vllm:
 
     async def wake(self, http: ServerClient, level: int) -> None:
         await http.post("/reinforge/wake", {"tags": None}, timeout=LOAD)
+
+
+def _output(item: dict[str, Any]) -> SampleOutput:
+    return SampleOutput(
+        unpacked("q", item["tokens"]),
+        unpacked("f", item["logprobs"]),
+        item["reason"],
+        from_json(item.get("routes")),
+        [(at, version) for at, version in item.get("cuts", ())],
+    )
+
+
+def _failed(http: ServerClient, said: str) -> ServerDown:
+    """What an error in the middle of an answer becomes: as `ServerClient` has it for others."""
+    kind = ServerDown if "EngineDead" in said else ServerFault
+    return kind(f"{http.address}/reinforge/stream: {said}")
 
 
 def unpacked(code: str, text: str) -> list[Any]:

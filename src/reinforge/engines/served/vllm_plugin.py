@@ -17,9 +17,11 @@ import hmac
 import json
 import os
 import uuid
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ GROUP = "reinforge_group"
 WAIT = timedelta(minutes=5)
 KEY = "VLLM_API_KEY"
 PREFIX = "/reinforge/"
+TELL_EVERY = 0.1  # seconds, where tokens are told as they come
 
 
 def packed(code: str, values: Any) -> str:
@@ -51,6 +54,44 @@ def tells_routes(config: Any) -> bool:
     """Whether the server was started with --enable-return-routed-experts."""
     holders = (getattr(config, "aux_output_config", None), config.model_config)
     return any(bool(getattr(h, "enable_return_routed_experts", False)) for h in holders)
+
+
+@dataclass
+class WrittenAnswer:
+    """What a server has written of one completion. `ControlMiddleware` makes it, tells what is new
+    of it where it `streams`, and otherwise the whole at its end.
+    """
+
+    streams: bool = False
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    # how many tokens there were when weights became those that drew the next
+    cuts: list[list[int]] = field(default_factory=list)
+    told: int = 0  # tokens
+
+    def add(self, done: Any) -> None:
+        """All tokens so far; where it streams, those since the last time."""
+        new = list(done.token_ids)
+        flat = done.logprobs
+        # at each of them the sampled token's comes first
+        places = [] if flat is None else flat.start_indices[: len(new)]
+        if [flat.token_ids[at] for at in places] != new:
+            raise RuntimeError("the log-probs that came back are of other tokens than were sampled")
+        self.tokens += new
+        self.logprobs += [flat.logprobs[at] for at in places]
+
+    def new(self, reason: str | None = None) -> dict[str, Any]:
+        """What was not told yet. `reason`: why it ended; None: it goes on, and the newest token,
+        which may be the last, waits for what comes next.
+        """
+        start = self.told
+        self.told = len(self.tokens) if reason else max(start, len(self.tokens) - 1)
+        return {
+            "tokens": packed("q", self.tokens[start : self.told]),
+            "logprobs": packed("f", self.logprobs[start : self.told]),
+            "reason": reason,
+            "cuts": [[max(0, at - start), version] for at, version in self.cuts],
+        }
 
 
 class ControlMiddleware:
@@ -86,7 +127,10 @@ class ControlMiddleware:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        verb = getattr(self, "do_" + scope["path"].removeprefix(PREFIX), None)
+        name = scope["path"].removeprefix(PREFIX)
+        verb = getattr(self, "do_" + name, None)
+        if name == "stream":
+            verb = partial(self._stream, send)
         if verb is None:
             return await self._reply(send, 404, {"error": f"no such path: {scope['path']}"})
         work = asyncio.ensure_future(
@@ -99,6 +143,8 @@ class ControlMiddleware:
             await asyncio.wait({work})
             return
         gone.cancel()
+        if name == "stream":
+            return work.result()
         error = work.exception()
         if error is not None:
             status = 400 if isinstance(error, ValueError) else 500
@@ -128,25 +174,68 @@ class ControlMiddleware:
 
         Aborted ones return what they have.
         """
-        self.running += len(asked["items"])
+        answers = [WrittenAnswer() for _ in asked["items"]]
+        async with self._completing(engine, asked, answers) as tasks:
+            return {"items": list(await asyncio.gather(*tasks))}
+
+    @asynccontextmanager
+    async def _completing(
+        self, engine: Any, asked: dict[str, Any], answers: list[WrittenAnswer]
+    ) -> AsyncIterator[list[asyncio.Task[dict[str, Any]]]]:
+        """Inside, the answers are being written."""
+        self.running += len(answers)
         tasks = [
-            asyncio.ensure_future(self._complete(engine, item, asked["params"]))
-            for item in asked["items"]
+            asyncio.ensure_future(self._complete(engine, item, asked["params"], answer))
+            for item, answer in zip(asked["items"], answers, strict=True)
         ]
         try:
-            return {"items": list(await asyncio.gather(*tasks))}
+            yield tasks
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
             self.running -= len(tasks)
 
+    async def _stream(
+        self, send: Callable[[Any], Awaitable[None]], engine: Any, asked: dict[str, Any]
+    ) -> None:
+        """As `do_generate`, in lines: what is new of each answer, several times a second, and its
+        rest when it ends, with a `reason`. A line with an `error` is the last.
+        """
+        headers = [(b"content-type", b"application/x-ndjson")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        answers = [WrittenAnswer(streams=True) for _ in asked["items"]]
+        lines: list[dict[str, Any]] = []
+        async with self._completing(engine, asked, answers) as tasks:
+            left = dict(enumerate(tasks))
+            while left:
+                await asyncio.wait(
+                    left.values(), timeout=TELL_EVERY, return_when=asyncio.FIRST_COMPLETED
+                )
+                try:
+                    for place, task in list(left.items()):
+                        if task.done():
+                            del left[place]
+                        new = task.result() if task.done() else answers[place].new()
+                        if new["reason"] or new["tokens"]:
+                            lines.append({"place": place, **new})
+                except Exception as error:
+                    left = {}
+                    lines.append({"error": f"{type(error).__name__}: {error}"})
+                if lines:
+                    body = "".join(json.dumps(line) + "\n" for line in lines).encode()
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    lines.clear()
+        await send({"type": "http.response.body", "body": b""})
+
     async def _complete(
-        self, engine: Any, item: dict[str, Any], params: dict[str, Any]
+        self, engine: Any, item: dict[str, Any], params: dict[str, Any], answer: WrittenAnswer
     ) -> dict[str, Any]:
+        """What was not told of the answer, once it has ended."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        kind = RequestOutputKind.DELTA if answer.streams else RequestOutputKind.FINAL_ONLY
         params = dict(params)
         if form := params.pop("structured_outputs", None):
             from vllm.sampling_params import StructuredOutputsParams
@@ -159,34 +248,23 @@ class ControlMiddleware:
             logprobs=0,
             ignore_eos=True,
             detokenize=bool(params.get("stop")),
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=kind,
             flat_logprobs=True,
         )
-        last = None
         name = uuid.uuid4().hex
-        self.cuts[name] = [] if self.version is None else [[0, self.version]]
+        if self.version is not None:
+            answer.cuts.append([0, self.version])
+        self.cuts[name] = answer.cuts
+        done = None
         try:
             async for output in engine.generate(self._prompt(item["tokens"]), sampling, name):
-                last = output
+                if output.outputs:
+                    done = output.outputs[0]
+                    answer.add(done)
         finally:
-            cuts = self.cuts.pop(name)
-        if last is None or not last.outputs:
-            return {"tokens": "", "logprobs": "", "reason": "abort"}
-        done = last.outputs[0]
-        tokens = list(done.token_ids)
-        flat = done.logprobs
-        # at each of them the sampled token's comes first
-        places = [] if flat is None else flat.start_indices
-        logprobs = [flat.logprobs[at] for at in places]
-        if [flat.token_ids[at] for at in places] != tokens:
-            raise RuntimeError("the log-probs that came back are of other tokens than were sampled")
-        return {
-            "tokens": packed("q", tokens),
-            "logprobs": packed("f", logprobs),
-            "reason": done.finish_reason or "abort",
-            "routes": routes_of(done),
-            "cuts": cuts,
-        }
+            del self.cuts[name]
+        reason = "abort" if done is None else done.finish_reason or "abort"
+        return {**answer.new(reason), "routes": None if done is None else routes_of(done)}
 
     def _prompt(self, tokens: list[int]) -> dict[str, Any]:
         salt = {"cache_salt": self.salt} if self.salt else {}
