@@ -17,6 +17,7 @@ from reinforge.backends.memory_model import GIB, CachePool
 from reinforge.backends.roofline import Machine, StepWork
 from reinforge.cluster.placement import plan, teacher_role
 from reinforge.config.rules.facts import opposed
+from reinforge.config.rules.generators import on_all_ranks
 from reinforge.config.schema import Config
 from reinforge.config.server_devices import stays_awake
 from reinforge.core.kv_pool import KEEP, DeviceShare, stays
@@ -147,7 +148,7 @@ def predict(
     seconds = {
         "train": roofline.train_seconds(facts, machine, work) / faster,
         "generate": roofline.generate_seconds(facts, machine, work)
-        / (faster if cfg.rollout.all_ranks else 1),
+        / (faster if on_all_ranks(cfg, devices, machine.kind) else 1),
     }
     # useful ones: nothing computed twice
     flops = (3 - (facts.rank is not None)) * roofline.forward_flops(

@@ -504,7 +504,7 @@ def test_a_prediction_is_of_one_rank(make: Callable[..., Config]) -> None:
     alone unless all ranks do.
     """
     given = ("train.backend=fsdp", "train.ranks=64", "rollout={max_new_tokens: 1024}")
-    cfg = make("run", "grpo", *given)
+    cfg = make("run", "grpo", *given, "rollout.all_ranks=false")
     one = predict(make("run", "grpo", given[2]), BIG, H200, (256.0, 256), budget=8192)
     rank = predict(cfg, replace(BIG, shards=64), H200, (256.0, 256), budget=8192, devices=64)
     weights = 2 * BIG.parameters() / GIB
@@ -517,7 +517,7 @@ def test_a_prediction_is_of_one_rank(make: Callable[..., Config]) -> None:
     assert rank["seconds"]["train"] == pytest.approx(one["seconds"]["train"] / 64, rel=1e-3)
     assert rank["seconds"]["generate"] == one["seconds"]["generate"]
     assert "on NVIDIA H200, one of 64: " in dict(shown(rank))["memory to train"]
-    everyone = make("run", "grpo", *given, "rollout.all_ranks=true")
+    everyone = make("run", "grpo", *given)  # auto: on GPUs all of them
     shared = predict(everyone, replace(BIG, shards=64), H200, (256.0, 256), devices=64)
     assert shared["seconds"]["generate"] == pytest.approx(one["seconds"]["generate"] / 64, rel=1e-3)
 
