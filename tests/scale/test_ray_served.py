@@ -267,7 +267,10 @@ def held_by_engines(found: list[int]) -> None:
 
 
 @pytest.mark.long
-def test_a_run_whose_engines_load_nothing(tiny_dir: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", [(), ("train.backend=fsdp", "train.ranks=2")])
+def test_a_run_whose_engines_load_nothing(
+    tiny_dir: str, tmp_path: Path, backend: tuple[str, ...]
+) -> None:
     """From its first step to its last. The proof is told to accept a stub that is no Llama."""
     servers = StubServers(stub_of("sglang"), tmp_path)
     found: list[int] = []
@@ -277,6 +280,7 @@ def test_a_run_whose_engines_load_nothing(tiny_dir: str, tmp_path: Path) -> None
         "run",
         "grpo",
         *SPLIT,
+        *backend,
         "train.steps=2",
         engine={**engine_of(servers), "tolerance": 1e9},
     )
