@@ -46,10 +46,11 @@ def weight_bytes(f: ModelFacts) -> int:
     """With the adapter, which is float32. Of weights in NF4 one matrix at a time is unpacked. A
     shard that is trained is float32: it is its own master.
     """
-    if f.shards is not None:
-        frozen = f.parameters() - (f.learning() if f.rank is None else 0)
-        return (f.learning() * FLOAT + frozen * f.itemsize) // f.shards
     largest = max(a * b for a, b, _ in f.linears().values()) if f.packed else 0
+    if f.shards is not None:
+        frozen = f.parameters() - f.packed - (f.learning() if f.rank is None else 0)
+        cut = f.learning() * FLOAT + frozen * f.itemsize + int(NF4 * f.packed)
+        return cut // f.shards + largest * f.itemsize
     base = (f.parameters() - f.packed + largest) * f.itemsize + int(NF4 * f.packed)
     return base + (f.learning() * FLOAT if f.rank is not None else 0)
 
