@@ -42,6 +42,15 @@ SUMMARY_KEYS = (
     "rollout.temperature",
     "run.seed",
 )
+# of those: where the policy samples what it is trained on
+SAMPLED = ("response/", "reward/")  # metrics of such a run
+SAMPLING_KEYS = ("algorithm.group_size", "rollout.max_new_tokens", "rollout.temperature")
+
+
+def _told(last: Mapping[str, Any]) -> list[str]:
+    """The settings that say most about a run with these metrics."""
+    given = bool(last) and not any(name.startswith(SAMPLED) for name in last)
+    return [key for key in SUMMARY_KEYS if not (given and key in SAMPLING_KEYS)]
 
 
 def is_run(path: Path) -> bool:
@@ -158,7 +167,7 @@ def describe_run(
         "troubles": [str(trouble) for trouble in found if trouble.is_cause],
         "notes": [str(trouble) for trouble in found if trouble.action == "note"],
         "config": {
-            **{k: config[k] for k in SUMMARY_KEYS if config.get(k) is not None},
+            **{k: config[k] for k in _told(progress.last) if config.get(k) is not None},
             **_rewards(config),
         },
         **({"uncontained": bare} if bare else {}),

@@ -625,6 +625,19 @@ def make_run(
     return path
 
 
+@pytest.mark.parametrize("metric, told", [("response/length", True), ("train/loss", False)])
+def test_settings_of_sampling_are_told_where_the_policy_samples(
+    tmp_path: Path, metric: str, told: bool
+) -> None:
+    config = {"algorithm": {"name": "sft", "group_size": 8}, "rollout": {"temperature": 1.0}}
+    recorder = Recorder(tmp_path, config)
+    recorder.log(1, {metric: 1.0})
+    recorder.close()
+    shown = show_run(tmp_path)["config"]
+    assert ("algorithm.group_size" in shown, "rollout.temperature" in shown) == (told, told)
+    assert shown["algorithm.name"] == "sft"
+
+
 def test_runs_are_listed_shown_and_compared(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a", 1e-5, [0.1, 0.6, 0.2, 0.4])
     b = make_run(tmp_path / "deep" / "b", 2e-5, [0.3], ending=None)
