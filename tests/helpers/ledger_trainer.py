@@ -19,8 +19,8 @@ class LedgerGpu(TrainerGpu):
         note(f"rank {self.rank} releases")
         return GpuRoom(self.rank, self.name, room(self.name))
 
-    def hold(self, share: float) -> None:
-        note(f"rank {self.rank} holds {share:g}")
+    def hold(self, share: float, size: int = 0) -> None:
+        note(f"rank {self.rank} holds {share:g}" + (f" and {size} bytes" if size else ""))
 
 
 def ledger_gpu_of_rank(member: RankMember) -> LedgerGpu:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 from helpers.ledger_gpus import FOLDER, events, note, take
 from helpers.ledger_trainer import ledger_gpu_of_rank
@@ -139,6 +139,21 @@ def test_trainers_and_servers_take_turns(ranks: Ranks, servers: StubServers) -> 
     asyncio.run(work())
     gpus.close()
     backend.close()
+
+
+def test_ranks_leave_room_for_the_copies_that_generate(ranks: Ranks) -> None:
+    """The copies come when the packs are sized; those of servers have GPUs of their own."""
+    model = nn.Linear(100, 10, bias=False)
+    native = config().model_copy(
+        update={"rollout": config().rollout.model_copy(update={"engine": "native"})}
+    )
+    start = len(events())
+    with shared_gpus.room_for_copies(config(), ranks, model):
+        assert events()[start:] == []
+    with shared_gpus.room_for_copies(native, ranks, model):
+        want = [f"rank {rank} holds 0 and 4000 bytes" for rank in (0, 1)]
+        assert sorted(events()[start:]) == want
+    assert sorted(events()[start + 2 :]) == ["rank 0 holds 0", "rank 1 holds 0"]
 
 
 def test_ranks_leave_the_share_of_servers_that_stay_awake(ranks: Ranks) -> None:

@@ -20,7 +20,7 @@ from reinforge.build.policy import (
     proved_by_first,
 )
 from reinforge.build.ranks import backend_on_ranks, ranks_of, sharded_checkpoints
-from reinforge.build.shared_gpus import room_for_servers
+from reinforge.build.shared_gpus import room_for_copies, room_for_servers
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.schema import Config
 from reinforge.config.train import TrainConfig
@@ -123,7 +123,7 @@ class LocalFactories:
             with room_for_servers(cfg):
                 return LocalBackend(policy, cfg.train, **settings)
         value_head = policy.value_head is not None
-        with room_for_servers(cfg):
+        with room_for_servers(cfg), room_for_copies(cfg, ranks, policy.module):
             return backend_on_ranks(cfg.train.backend)(
                 ranks,
                 partial(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from reinforge.backends.distributed.ranks import RankMember, Ranks
 from reinforge.build.ranks import ON_RANKS, ranks_here, ranks_of
@@ -47,16 +47,16 @@ class TrainerGpu:
         torch.cuda.empty_cache()
         return GpuRoom(self.rank, self.name, torch.cuda.mem_get_info(self.device)[0])
 
-    def hold(self, share: float) -> None:
-        """Takes a share of the GPU, or what there is of it; 0 gives it back."""
+    def hold(self, share: float, size: int = 0) -> None:
+        """Takes a share of the GPU and `size` bytes, or what there is of it; 0 gives it back."""
         self._held = None
         if self.device.type != "cuda":
             return
         torch.cuda.empty_cache()
-        if share:
+        if share or size:
             free, whole = torch.cuda.mem_get_info(self.device)
-            size = min(int(free * 0.9), int(whole * share))
-            self._held = torch.empty(size, dtype=torch.uint8, device=self.device)
+            taken = min(int(free * 0.9), int(whole * share) + size)
+            self._held = torch.empty(taken, dtype=torch.uint8, device=self.device)
 
 
 def gpu_of_rank(member: RankMember) -> TrainerGpu:
@@ -91,8 +91,8 @@ class SharedGpus:
         found: list[GpuRoom] = self._call("release")
         return found
 
-    def hold(self, shares: Sequence[float]) -> None:
-        self._call("hold", [(share,) for share in shares])
+    def hold(self, shares: Sequence[float], size: int = 0) -> None:
+        self._call("hold", [(share, size) for share in shares])
 
     def close(self) -> None:
         if self.ranks is not None:
@@ -130,6 +130,25 @@ def _placement(cfg: Config, trainers: Sequence[str], alone: bool) -> ServerPlace
     """A process that trains alone lets the servers have the other GPUs that it sees."""
     others = [gpu for gpu in visible() if gpu not in trainers] if alone and trainers else ()
     return place_servers(cfg.engine, trainers, others)
+
+
+@contextmanager
+def room_for_copies(cfg: Config, ranks: Ranks, model: nn.Module) -> Iterator[None]:
+    """Inside, as much of every rank's GPU is taken as the copy of the model will take that the rank
+    generates with: it is there once the backend has sized its packs.
+    """
+    elsewhere = cfg.rollout.engine != "native" or cfg.cluster.layout == "split"
+    if elsewhere or not cfg.algorithm.rl:
+        yield
+        return
+    gpus = SharedGpus(cfg, ranks)
+    nothing = [0.0] * ranks.size
+    try:
+        gpus.hold(nothing, sum(p.numel() * p.element_size() for p in model.parameters()))
+        yield
+    finally:
+        gpus.hold(nothing)
+        gpus.close()
 
 
 @contextmanager
