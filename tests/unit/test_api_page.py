@@ -24,4 +24,4 @@ def test_the_page_runs(tiny_dir: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert names["scores"] == [{"right": 1.0, "reward": 1.0}, {"right": 0.0, "reward": 0.0}]
     assert len(names["made"].rows) == 4
     assert names["table"].index.tolist() == [1, 2] and names["step"].done
-    assert len(list(Path("runs").iterdir())) == 5
+    assert len(list(Path("runs").iterdir())) == 6

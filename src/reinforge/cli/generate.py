@@ -230,8 +230,8 @@ def generate(
             **more,
         )
     )
-    print(f"{rows} rows in {out}")
     _show_first(out)
+    print(f"{rows} rows in {out}")
     if form is not None:
         _tell_cut(out)
     if pairs:

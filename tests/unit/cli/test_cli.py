@@ -243,7 +243,7 @@ def test_generate(
         ("m", prompts, out),
         dict(n=4, temperature=0.0, top_p=1.0, max_new_tokens=9, seed=3, adapter=None),
     )
-    assert capsys.readouterr().out == f"12 rows in {out}\n  1+1= -> 2\n"
+    assert capsys.readouterr().out == f"  1+1= -> 2\n12 rows in {out}\n"
     line[1] = str(config)
     assert main(line) == 0 and calls[-1][0][0] == "org/name"
     assert main(["generate", "m", "--prompts", str(prompts), "--out", str(prompts)]) == 2
