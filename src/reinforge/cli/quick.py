@@ -35,6 +35,7 @@ def sft_config(
     step. `overrides` are those of `reinforge train`. `say` is told where fewer rows are held out,
     because rows with the same prompt stay together.
     """
+    usual = 2e-4 if lora else 1e-5
     tree: dict[str, Any] = {
         "model": {"path": model},
         "algorithm": {"name": "sft"},
@@ -42,7 +43,7 @@ def sft_config(
         "rewards": [],
         "train": {
             "epochs": epochs,
-            "learning_rate": learning_rate or (2e-4 if lora else 1e-5),
+            "learning_rate": usual if learning_rate is None else learning_rate,
             "schedule": {"kind": "cosine", "warmup": 3, "floor": 0.1},
         },
         "run": {"dir": out or f"runs/sft-{_slug(model)}-{_slug(Path(data).stem)}"},

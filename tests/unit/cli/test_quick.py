@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from helpers.offline_runs import small_model
 from reinforge.cli.main import app
 from reinforge.cli.quick import sft_config
+from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.data.sources import load_rows, train_and_eval_rows
 from reinforge.watch.runs import read_lines
@@ -94,6 +95,20 @@ def test_settings_by_size_and_adapter(model: str, tmp_path: Path) -> None:
     assert many.adapter is not None and many.adapter.rank == 8 and many.train.epochs == 2.0
     short = sft_config(model, write(tmp_path / "few.jsonl", ROWS[:8]), overrides=["train.steps=3"])
     assert short.train.steps == 3 and short.train.epochs is None  # steps replace the epochs
+
+
+def test_rate_and_batch_by_option(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the command line to the configuration that is trained."""
+    trained: list[Config] = []
+    monkeypatch.setattr("reinforge.cli.train._train_run", trained.append)
+    data = write(tmp_path / "few.jsonl", ROWS[:8])
+    line = ["sft", model, data, "--learning-rate", "3e-3", "--batch-size", "4"]
+    result = CliRunner().invoke(app, line, catch_exceptions=False)
+    assert result.exit_code == 0 and "4 rows a step, learning rate 0.003" in result.output
+    [config] = trained
+    assert (config.train.learning_rate, config.train.prompts_per_step) == (3e-3, 4)
 
 
 @pytest.mark.parametrize(
