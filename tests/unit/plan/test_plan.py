@@ -422,6 +422,10 @@ def test_checks_predict_memory_and_time(
         and 0 < found["seconds"]["train"] < found["seconds"]["generate"]
     )
     lines = dict(plan.describe(report))
+    whole = report.summary["steps"] * sum(report.summary["prediction"]["seconds"].values())
+    assert lines["time of the run"] == (
+        f"about {plan._span(whole)} at most, {report.summary['steps']:,} steps"
+    )
     assert (
         " of 1 GiB on NVIDIA L4: " in lines["memory to train"]
         and "tokens)" in lines["memory to train"]
