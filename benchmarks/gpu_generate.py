@@ -129,12 +129,12 @@ def mismatch_of(
     completions: list[Completion],
 ) -> dict[str, float]:
     """Mean |log-prob of the engine - that of the trainer| over the beginnings of some answers, by
-    the precision of the trainer's products.
+    the precision of the trainer's products, and the largest.
     """
     every = max(1, len(completions) // COMPARED)
     found = {}
     sources: list[tuple[str, Any]] = [("model", "plain"), ("fp8", "fresh")]
-    if shape in KINDS:  # not all of their matrices are linear layers
+    if shape in KINDS or model.exact:  # not all matrices of a kind are linear layers
         sources = sources[:1]
     for name, source in sources:
         gaps = []
@@ -148,8 +148,9 @@ def mismatch_of(
                 batch = Batch.pack([sample]).to(model.device)
                 theirs = model.logprobs(batch, temperature=1.0)[0].cpu()
             ours = torch.tensor(completions[i].logprobs[:BEGINNING])
-            gaps.append((ours - theirs).abs().mean())
-        found[f"mismatch_{name}"] = float(torch.stack(gaps).mean())
+            gaps.append((ours - theirs).abs())
+        found[f"mismatch_{name}"] = float(torch.cat(gaps).mean())
+        found[f"mismatch_{name}_max"] = float(torch.cat(gaps).max())
     fp8_layers.plain(model.module)
     return found
 
@@ -195,8 +196,7 @@ def measure(
         },
     )
     asyncio.run(engine.sleep())
-    if not model.exact:
-        result.details.update(mismatch_of(model, shape, work, prompts, completions))
+    result.details.update(mismatch_of(model, shape, work, prompts, completions))
     return result
 
 
