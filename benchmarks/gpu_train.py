@@ -1,0 +1,210 @@
+"""One GPU: seconds and memory of `reinforge train` as a user runs it, on a random model of a known
+shape.
+
+    python benchmarks/gpu_train.py [--shape 0.5b|1.5b|7b|moe|hybrid] [--repeat 2] [KEY=VALUE ...]
+    python benchmarks/gpu_train.py --shape tiny --prompts 2 --prompt 16 --response 8 --steps 4
+                                                        # that it runs, on a CPU
+
+GRPO, 64 prompts of 256 tokens x 8 answers of 1,024, 20 steps. The configuration holds the work and
+nothing else: every other setting is the default, or one of KEY=VALUE, as on the command line of
+`reinforge train`. It runs in a process of its own. Prompts are words that are one token each, and
+the tokenizer has no end of text, so that every answer has its full length.
+
+Prints one JSON line for each run: median seconds of the steps from the third on, of a step and of
+each phase; seconds of the first step and of the whole process, from its start to its end
+(imports, loading, compiling, the checkpoint at the end); the largest GiB of each phase. --repeat 2
+starts it again in a fresh directory, with the caches on disk that the first left: the second start.
+--dir keeps the model, the runs and their logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+import torch  # noqa: E402
+import yaml  # noqa: E402
+from gpu_step import KINDS, SHAPES  # noqa: E402
+
+from reinforge.watch.runs import read_lines  # noqa: E402
+
+VOCABULARY = 151936
+PAD = "<pad>"
+FIRST = 2  # of the steps whose median is taken; those before compile and capture
+REWARD = '''"""A reward that depends on every word and costs nothing."""
+
+import zlib
+
+
+def checksum(completions):
+    return [zlib.crc32(text.encode()) % 7 / 6 for text in completions]
+'''
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Words t0, t1, ...: one token each. A directory of its own, since beside a Qwen's weights
+    transformers takes it for a Qwen's tokenizer.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {PAD if i == 1 else f"t{i}": i for i in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD).save_pretrained(folder)
+
+
+def write_model(folder: Path, shape: str) -> None:
+    """Random weights of the shape in bfloat16, as a directory that a run loads."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    config = KINDS.get(shape, Qwen2Config)(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=65536,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=1,
+        **{"tie_word_embeddings": True, **SHAPES[shape]},
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        module = AutoModelForCausalLM.from_config(config)
+    torch.set_default_dtype(torch.float32)
+    module.save_pretrained(folder)
+    del module
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def write_rows(path: Path, rows: int, tokens: int) -> None:
+    ids = torch.randint(10, 49000, (rows, tokens), generator=torch.Generator().manual_seed(1))
+    with path.open("w") as file:
+        for row in ids.tolist():
+            file.write(json.dumps({"prompt": " ".join(f"t{i}" for i in row)}) + "\n")
+
+
+def config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What a user writes: the work, and where things are."""
+    return {
+        "model": {"path": str(folder / "model"), "tokenizer": str(folder / "tokenizer")},
+        "algorithm": {"name": "grpo", "group_size": args.group},
+        "data": {"source": str(folder / "rows.jsonl")},
+        "rewards": [{"name": f"{folder / 'checksum.py'}:checksum"}],
+        "rollout": {"max_new_tokens": args.response},
+        "train": {
+            "steps": args.steps,
+            "prompts_per_step": args.prompts,
+            "learning_rate": 1e-6,
+        },
+    }
+
+
+def prepare(args: argparse.Namespace, folder: Path) -> Path:
+    """Writes model, data, reward and configuration; the configuration's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_model(folder / "model", args.shape)
+    write_tokenizer(folder / "tokenizer")
+    write_rows(folder / "rows.jsonl", args.prompts * args.steps, args.prompt)
+    (folder / "checksum.py").write_text(REWARD)
+    path = folder / "train.yaml"
+    path.write_text(yaml.safe_dump(config(args, folder)))
+    return path
+
+
+def train(path: Path, run: Path, settings: list[str]) -> tuple[int, float]:
+    """`reinforge train` in a process of its own: its exit code, and its seconds."""
+    python_path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "reinforge", "train", str(path), *settings, f"run.dir={run}"]
+    start = time.perf_counter()
+    with run.with_suffix(".log").open("w") as log:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    return done.returncode, time.perf_counter() - start
+
+
+def measured(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the metrics of a run say; of a run that broke off early what there is."""
+    steps = [line for line in lines if "time/step" in line]
+    timed = steps[FIRST:] or steps
+    names = sorted({name for line in steps for name in line})
+
+    def middle(name: str) -> float:
+        return round(median(line.get(name, 0.0) for line in timed), 4)
+
+    def most(name: str) -> float:
+        return round(max(line.get(name, 0.0) for line in steps), 2)
+
+    if not steps:
+        return {"steps": 0}
+    return {
+        "steps": len(steps),
+        "step": middle("time/step"),
+        "phases": {n.removeprefix("time/"): middle(n) for n in names if n.startswith("time/")},
+        "fastest": round(min(line["time/step"] for line in timed), 4),
+        "slowest": round(max(line["time/step"] for line in timed), 4),
+        "first_step": round(steps[0]["time/step"], 2),
+        "all_steps": round(sum(line["time/step"] for line in steps), 2),
+        "gib": {n.removeprefix("memory/"): most(n) for n in names if n.startswith("memory/")},
+        "tokens_per_second": middle("tokens_per_second"),
+        "answer_tokens": middle("response/length"),
+        "mismatch": middle("mismatch/mean"),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="of reinforge train")
+    parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    parser.add_argument("--prompts", type=int, default=64, help="of a step")
+    parser.add_argument("--group", type=int, default=8, help="answers to a prompt")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens")
+    parser.add_argument("--response", type=int, default=1024, help="tokens")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--dir", type=Path)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    folder = (args.dir or Path(tempfile.mkdtemp())).resolve()
+    path = prepare(args, folder)
+    results = []
+    for k in range(args.repeat):
+        run = folder / f"run-{time.strftime('%H%M%S')}-{k}"
+        code, seconds = train(path, run, args.settings)
+        result = {
+            "shape": args.shape,
+            "settings": args.settings,
+            "start": k + 1,
+            "rc": code,
+            "whole": round(seconds, 1),
+            **measured(read_lines(run / "metrics.jsonl")),
+        }
+        results.append(result)
+        print(json.dumps(result), flush=True)
+        if code:
+            print(run.with_suffix(".log").read_text()[-4000:], file=sys.stderr)
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1))
+    return int(any(result["rc"] for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

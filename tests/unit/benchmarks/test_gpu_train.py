@@ -1,0 +1,47 @@
+"""benchmarks/gpu_train.py: what it reads from a run's metrics, and that its prompts have the
+length they are said to have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gpu_train
+import pytest
+
+
+def line(step: int, seconds: float, train_gib: float) -> dict[str, float]:
+    return {
+        "step": step,
+        "time/train": seconds - 1,
+        "time/step": seconds,
+        "memory/train_gib": train_gib,
+        "response/length": 8.0,
+    }
+
+
+def test_the_first_two_steps_are_not_in_the_median_but_in_the_memory() -> None:
+    lines = [line(1, 40.0, 30.0), line(2, 9.0, 50.0)]
+    lines += [line(n, seconds, 20.0) for n, seconds in enumerate((3.0, 7.0, 4.0), 3)]
+    found = gpu_train.measured([*lines, {"step": 5, "eval/accuracy": 1.0}])
+    assert (found["steps"], found["step"], found["phases"]["train"]) == (5, 4.0, 3.0)
+    assert (found["first_step"], found["all_steps"]) == (40.0, 63.0)
+    assert (found["fastest"], found["slowest"]) == (3.0, 7.0)
+    assert found["gib"] == {"train_gib": 50.0}
+
+
+def test_a_run_that_broke_off_before_its_first_step() -> None:
+    assert gpu_train.measured([]) == {"steps": 0}
+
+
+def test_a_word_is_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(gpu_train, "VOCABULARY", 49000)
+    gpu_train.write_tokenizer(tmp_path / "tokenizer")
+    gpu_train.write_rows(tmp_path / "rows.jsonl", rows=3, tokens=16)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    rows = [json.loads(text)["prompt"] for text in (tmp_path / "rows.jsonl").open()]
+    assert [len(tokenizer.encode(text)) for text in rows] == [16, 16, 16]
+    assert tokenizer.decode(tokenizer.encode(rows[0])) == rows[0]
+    assert tokenizer.eos_token_id is None
