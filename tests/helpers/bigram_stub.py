@@ -175,6 +175,7 @@ class BigramStub:
         while exists("STUB_SLOW"):
             await asyncio.sleep(0.02)
         server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        print(f"listens on http://127.0.0.1:{port}", flush=True)
         await server.serve_forever()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -108,6 +108,7 @@ class Served:
         from reinforge.build.ray import RayFactories
         from reinforge.cluster.actor import SCORE
 
+        self.folder = folder
         self.servers = StubServers(
             stub_of("sglang"), folder, intermediate_size=WIDE, vocab_size=len(tokenizer)
         )
@@ -246,6 +247,15 @@ class TestTwoEngines:
         asyncio.run(work())
         asyncio.run(back())
         assert served.events(since)[2:] == [("servers_restored", "engine-1")]
+
+    def test_each_actor_has_a_log_of_its_own(self, served: Served) -> None:
+        """Under the name that events call it by, with what its server said and nothing else."""
+        logs = sorted(path.name for path in served.folder.glob("run/*.log"))
+        assert logs == ["engine-0-0.log", "engine-1-0.log"]
+        for i in range(2):
+            address = served.there(i, server_of)[1]
+            said = (served.folder / "run" / f"engine-{i}-0.log").read_text()
+            assert address in said, said
 
     def test_a_wrong_weight_is_noticed(self, served: Served) -> None:
         served.there(1, spoil_next)

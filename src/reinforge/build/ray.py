@@ -50,12 +50,13 @@ from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.model import ModelReward
 from reinforge.weights.probe import Scorer
 
-# the objects of an actor, by name. All but the last are also roles of the cluster
+# the objects of an actor, by name. All but the last two are also roles of the cluster
 POLICY = "policy"  # the backend that trains the policy
 CRITIC = "critic"  # the backend that trains the critic
 ENGINE = "engine"
 REFERENCE = "reference"  # only a role: one that has actors of its own
 RANKS = "ranks"
+SETUP = "setup"  # of the servers that an actor starts
 
 
 # ---- in the controller ----
@@ -229,14 +230,18 @@ class RayFactories:
         replicas = range(inputs.cfg.cluster.engines)
         return RemoteEngine(
             self.cluster,
-            [partial(self.cluster.workers, ENGINE, i) for i in replicas],
+            [partial(self._served_workers, setup, i) for i in replicas],
             ENGINE,
             make_served_in_actor,
-            setup,
             shares=False,
             reroutes=True,  # by a server no run comes out to the bit
             served=setup,
         )
+
+    def _served_workers(self, setup: ServerSetup, replica: int) -> WorkerGroup:
+        workers = self.cluster.workers(ENGINE, replica)
+        workers.make(SETUP, keep_in_actor, replace(setup, name=workers.role))
+        return workers
 
     def _engine_workers(self, inputs: ModelInputs, replica: int) -> WorkerGroup:
         workers = self.cluster.workers(ENGINE, replica)
@@ -338,8 +343,12 @@ def make_score_in_actor(objects: dict[str, Any]) -> Scorer:
     return trainer_score(objects[MODEL])
 
 
-def make_served_in_actor(objects: dict[str, Any], setup: ServerSetup) -> Engine:
-    return make_served(setup)
+def keep_in_actor(objects: dict[str, Any], value: ServerSetup) -> ServerSetup:
+    return value
+
+
+def make_served_in_actor(objects: dict[str, Any]) -> Engine:
+    return make_served(objects[SETUP])
 
 
 def make_reference_in_actor(

@@ -76,6 +76,11 @@ class ServerSetup:
     gpu: str = ""  # of the process that sends weights, in the same words
     # where a server tells which experts its tokens went to; never without `ServerFacts.routes`
     routed: RoutedLayers | None = None
+    name: str = "engine"  # of the engine among those of a run, for its logs: an actor's is its role
+
+    def log(self, replica: int | str) -> Path:
+        """Where the server of a replica writes what it says: nobody else does."""
+        return self.folder / f"{self.name}-{replica}.log"
 
     @property
     def near(self) -> bool:

@@ -414,7 +414,7 @@ class ServedEngine:
                 words = next((r.last_words for r in self.replicas if r.last_words), "")
                 raise RuntimeError(
                     f"no replica is left: each failed {STARTS} times; see"
-                    f" {self.setup.folder}/engine-*.log\n{words}"
+                    f" {self.setup.log('*')}\n{words}"
                 )
             done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
             for work in done:

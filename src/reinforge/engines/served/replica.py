@@ -101,7 +101,7 @@ class Replica:
         self.process = ServerProcess(
             self.dialect.command(self.setup, python, port),
             env,
-            self.setup.folder / f"engine-{self.index}.log",
+            self.setup.log(self.index),
             where=self.where,
         )
 
