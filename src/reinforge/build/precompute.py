@@ -76,19 +76,18 @@ def precompute_teacher(
     inputs: RunInputs, policy: PackedModel, backend: Backend, units: Split
 ) -> Split:
     """The units with the teacher's likeliest tokens, from the run's directory or from the teacher,
-    who is not needed afterwards.
+    who is not needed afterwards. Where the teacher is the backend knows.
     """
     cfg = inputs.cfg.teacher
     loss = inputs.algorithm.loss
-    teachers = backend.teachers
-    assert cfg is not None and teachers is not None
+    assert cfg is not None
     assert isinstance(loss, DistillationLoss) and loss.k is not None
     k = min(loss.k, policy.config.vocab_size)
     temperature = loss.temperature
 
     def ask(batch: Batch) -> Streams:
-        ids, logprobs = teachers.best(batch.to(backend.device), k, temperature)
-        return {TEACHER_IDS: ids, TEACHER_LOGPROBS: logprobs}
+        backend.annotate([batch], frozenset({TEACHER_IDS, TEACHER_LOGPROBS}))
+        return {name: batch.streams[name] for name in (TEACHER_IDS, TEACHER_LOGPROBS)}
 
     name = f"{cfg.path}@{cfg.revision}"
     if cfg.server is not None:

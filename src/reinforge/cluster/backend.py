@@ -20,7 +20,7 @@ from reinforge.backends.distributed.follower import WeightFollower
 from reinforge.checkpoint.tensors import CheckpointTensors
 from reinforge.cluster.frozen import FrozenModels
 from reinforge.cluster.worker_group import WorkerGroup
-from reinforge.core.backend import Backend, Loss, State, Stateful, Teacher
+from reinforge.core.backend import Backend, Loss, State, Stateful
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.metrics import StepMetrics
 from reinforge.core.model_facts import ModelFacts
@@ -71,13 +71,10 @@ class RemoteBackend:
         self.device = torch.device(description["device"])
         self.has_reference: bool = description["reference"] or self.frozen.reference is not None
         self.ema = WeightFollower(self, "ema") if description["ema"] else None
-        self.teachers: Teacher | None = self.frozen.teachers
-        if description["teachers"]:
-            self.teachers = RemoteTeachers(self)
         self._parts: list[str] = description["parts"]
 
     def forget_teachers(self) -> None:
-        self.teachers = None
+        self.workers.call(self.name, "forget_teachers")
         self.frozen.forget_teachers()
 
     def parts(self) -> dict[str, Stateful]:
@@ -192,21 +189,6 @@ class RemoteShards:
         """An actor does one thing at a time: while it writes, it does not train."""
 
 
-class RemoteTeachers:
-    """The teachers of a backend in an actor, asked where they are. `RemoteBackend` has it in place
-    of theirs.
-    """
-
-    def __init__(self, backend: RemoteBackend):
-        self.backend = backend
-
-    def best(self, batch: Batch, k: int, temperature: float) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self.backend.workers.apply(
-            self.backend.name, _best, batch, k, temperature
-        )
-        return found
-
-
 # ---- in the actor ----
 
 _swapping: dict[tuple[int, str], AbstractContextManager[None]] = {}
@@ -220,7 +202,6 @@ def _describe(backend: Backend) -> dict[str, Any]:
         "device": str(backend.device),
         "reference": backend.has_reference,
         "ema": backend.ema is not None,
-        "teachers": backend.teachers is not None,
         "parts": list(backend.parts()),
     }
 
@@ -274,8 +255,3 @@ def _swap(backend: Backend, name: str, into: bool) -> None:
         context.__enter__()
     else:
         _swapping.pop((id(backend), name)).__exit__(None, None, None)
-
-
-def _best(backend: Backend, batch: Batch, k: int, temperature: float) -> Any:
-    assert backend.teachers is not None, "this backend was made without a teacher"
-    return backend.teachers.best(batch.to(backend.device), k, temperature)

@@ -186,16 +186,6 @@ class SwappableWeights(Protocol):
         ...
 
 
-class Teacher(Protocol):
-    """What a student imitates: the distributions of one or several frozen models. Backends have it;
-    it is asked before training, where its best tokens are kept on disk.
-    """
-
-    def best(self, batch: Batch, k: int, temperature: float) -> tuple[Tensor, Tensor]:
-        """([M, k] ids, [M, k] log-probs) of the likeliest tokens at every trained position."""
-        ...
-
-
 @runtime_checkable
 class Backend(Protocol):
     """What trains one model: a policy, a critic or a reward model. `build/` makes it, the loops
@@ -233,13 +223,8 @@ class Backend(Protocol):
         """The average of the weights, where one is kept."""
         ...
 
-    @property
-    def teachers(self) -> Teacher | None:
-        """The teachers that it was made with."""
-        ...
-
     def forget_teachers(self) -> None:
-        """Nobody will ask them any more."""
+        """Nobody will ask the teachers that it was made with any more: their memory is free."""
         ...
 
     def facts(self) -> ModelFacts:

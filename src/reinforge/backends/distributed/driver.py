@@ -78,7 +78,6 @@ class DistributedBackend:
         self.recovery = OomRecovery()
         self.share = self.worker.share
         self.model = self.worker.model
-        self.teachers = self.worker.teachers
         self.reference = (
             WeightFollower(self, "reference") if self.worker.reference is not None else None
         )
@@ -106,7 +105,7 @@ class DistributedBackend:
         return self.reference is not None
 
     def forget_teachers(self) -> None:
-        self.teachers = None
+        self._call("forget_teachers")
 
     def facts(self) -> ModelFacts:
         return self.worker.facts()
