@@ -17,11 +17,12 @@ if find_spec("deepspeed") is None:
 from helpers.backend_contract import Bad, Zero, after_steps
 from helpers.split_backends import LENGTHS, frozen, identical, load, policy_loss, update
 from helpers.toys import make_samples, relative, train_config
+from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.algorithms.losses.value import ValueLoss
 from reinforge.backends.deepspeed.backend import DeepSpeedBackend
 from reinforge.backends.deepspeed.worker import DeepSpeedWorker
 from reinforge.backends.distributed.ranks import Ranks
-from reinforge.core.batch import Totals
+from reinforge.core.batch import Totals, pack
 from reinforge.core.errors import InputError
 
 STAGES = (2, 3)
@@ -66,6 +67,35 @@ def test_buckets_and_overlap_change_when_and_not_what(ranks: Ranks, stage: int) 
     assert engine.zero_overlap_comm() and engine.zero_reduce_bucket_size() == 700
     assert relative(tuned.state().tensors, plain.state().tensors) < 1e-5
     plain.close(), tuned.close()
+
+
+def forget_flags(shard: DeepSpeedWorker) -> None:
+    """On rank 1, as if no weight had a gradient there."""
+    if shard.member.rank == 1:
+        zero = shard.optimizer.zero
+        flags = zero.fp32_groups_has_gradients
+        zero.fp32_groups_has_gradients = [[False] * len(group) for group in flags]
+
+
+def test_stage_1_in_bfloat16_is_stage_2(ranks: Ranks) -> None:
+    """By another optimizer of DeepSpeed's: gradients of packs are added up in float32 here as
+    there, and ranks agree on their norm whatever each of them had.
+    """
+    one, two = (many(ranks, s, "bfloat16", learning_rate=1e-2, max_grad_norm=0.5) for s in (1, 2))
+    for seed in range(3):
+        batches = pack(make_samples(LENGTHS, seed), 24)
+        assert len(batches) > 2
+        found = []
+        for backend in (one, two):
+            backend.forward_backward(batches, NLLLoss(), Totals.of(batches, 32))
+            if backend is one and seed:
+                ranks.call(one.id, forget_flags)
+            found.append(ranks.call(backend.id, "step", [()] * 2))
+        (first, second), (want, _) = found
+        assert first.grad_norm == second.grad_norm == pytest.approx(want.grad_norm, rel=1e-5)
+        assert first.grad_norm > 0.5, "clipped"
+    assert relative(one.state().tensors, two.state().tensors) < 1e-5
+    one.close(), two.close()
 
 
 OFFLOADED = [

@@ -139,6 +139,11 @@ class ZeroModel:
         self.engine.step()
         self.pending = False
         applied = self.engine.was_step_applied()
+        self._clear_spent(applied)
+        return float(self.engine.get_global_grad_norm()) if applied else math.inf
+
+    def _clear_spent(self, applied: bool) -> None:
+        """The gradients of a step that is over, where DeepSpeed would keep them."""
         # with offload in bfloat16 the bad gradient would stay and be added to
         if self.stage < 3 and not applied:
             self.zero.averaged_gradients.update(dict.fromkeys(self.zero.averaged_gradients))
@@ -146,7 +151,6 @@ class ZeroModel:
         if self.stage == 3 and not self.zero.offload_optimizer:
             for p in self.parameters.values():
                 library().utils.safe_get_local_grad(p).zero_()
-        return float(self.engine.get_global_grad_norm()) if applied else math.inf
 
     def drop_gradients(self) -> None:
         if self.pending:

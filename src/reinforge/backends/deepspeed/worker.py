@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reinforge.backends.deepspeed.low_precision import LowPrecisionModel
 from reinforge.backends.deepspeed.model import FrozenZeroModel, ZeroModel, whole_state
 from reinforge.backends.deepspeed.replicated import ReplicatedModel
 from reinforge.backends.distributed.ranks import RankMember
@@ -67,12 +68,12 @@ class DeepSpeedWorker(RankWorker):
                 where="model.dtype",
                 fix="Set model.dtype=float32, or train.backend=fsdp.",
             )
-        if cfg.deepspeed.stage < 2 and model.dtype != torch.float32:
+        if cfg.deepspeed.stage == 0 and model.dtype != torch.float32:
             raise InputError(
-                "below stage 2 DeepSpeed has another optimizer for bfloat16, without the parts that"
-                " states are read from.",
+                "in stage 0 DeepSpeed adds up gradients of bfloat16 weights in bfloat16, which"
+                " loses small ones.",
                 where="train.deepspeed.stage",
-                fix="Set it to 2, or model.dtype=float32.",
+                fix="Set it to 1, or model.dtype=float32.",
             )
         if isinstance(model, CausalModel):
             keep_whole(model.module)
@@ -122,7 +123,11 @@ class DeepSpeedWorker(RankWorker):
         return budget(share, memory.free, reference=reference, reserved=reserved)
 
     def _optimizer(self) -> ZeroModel:  # type: ignore[override]
-        kind = ZeroModel if self.cfg.deepspeed.stage else ReplicatedModel
+        kind = ZeroModel
+        if self.cfg.deepspeed.stage == 0:
+            kind = ReplicatedModel
+        elif self.cfg.deepspeed.stage == 1 and self.model.dtype != torch.float32:
+            kind = LowPrecisionModel
         return kind(self.member, self.model, self.cfg.deepspeed, self.cfg.optimizer)
 
     def _reference(self, model: CausalModel, kind: ReferenceConfig) -> ReferencePolicy:
