@@ -27,6 +27,7 @@ import gc
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,6 +63,9 @@ WARM_UP = 40  # tokens
 # answers that are compared with the trainer, and tokens of each
 COMPARED = 8
 BEGINNING = 512
+# --profile: tokens of each answer, and lines of the table
+PROFILED = 72
+KERNELS = 28
 
 
 @dataclass(frozen=True)
@@ -159,8 +163,23 @@ def _fp8(model: CausalModel) -> Fp8Layers:
     return Fp8Layers.of(model, "--precision")
 
 
+def kernels_of(work: Callable[[], Any]) -> str:
+    """The kernels that take most of it, microseconds of one and how many there were."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    spent = sorted(profile.key_averages(), key=lambda row: -row.device_time_total)
+    whole = sum(row.device_time_total for row in spent)
+    rows = [
+        f"{row.device_time_total / whole:6.1%} {row.device_time_total / row.count:9.1f} us"
+        f" x {row.count:6d}  {row.key[:90]}"
+        for row in spent[:KERNELS]
+    ]
+    return "\n".join([f"{whole / 1000:.1f} ms of kernels in {PROFILED} tokens", *rows])
+
+
 def measure(
-    model: CausalModel, shape: str, name: str, rounds: int, numbers: Numbers
+    model: CausalModel, shape: str, name: str, rounds: int, numbers: Numbers, profiled: bool = False
 ) -> GenerationResult:
     """Ours."""
     work = WORKLOADS[name]
@@ -195,6 +214,8 @@ def measure(
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
         },
     )
+    if profiled:
+        print(kernels_of(lambda: generate(engine, work, prompts, PROFILED, rounds + 1)), flush=True)
     asyncio.run(engine.sleep())
     result.details.update(mismatch_of(model, shape, work, prompts, completions))
     return result
@@ -260,6 +281,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--exact", action="store_true", help="a second time with model.exact")
+    parser.add_argument("--profile", action="store_true", help="print what takes the time")
     parser.add_argument("--precision", choices=get_args(Precision), default="model")
     parser.add_argument("--cache-precision", choices=get_args(Precision), default="model")
     parser.add_argument(
@@ -277,7 +299,9 @@ def main() -> None:
     results = []
     for name in args.workloads:
         for one in models:
-            results.append(measure(one, args.shape, name, args.rounds, numbers))
+            results.append(
+                measure(one, args.shape, name, args.rounds, numbers, profiled=args.profile)
+            )
             tell(results[-1], args.out)
     if args.peer_python:
         results += peers_rounds(model, args)
@@ -294,13 +318,17 @@ def tell(result: GenerationResult, out: Path | None) -> None:
 
 
 def peers_rounds(model: CausalModel, args: argparse.Namespace) -> list[GenerationResult]:
-    """vLLM's figures. It makes random weights of its own: the times do not depend on them."""
+    """vLLM's figures. It makes random weights of its own, for the times do not depend on them; but
+    those of a mixture do, for they say how many experts some tokens need together.
+    """
     folder = Path(tempfile.mkdtemp())
     device = device_name(model)
     model.config.architectures = [type(model.module).__name__]
     # positions of images, which the text model has no use for and vLLM would ask it about
     (model.config.rope_parameters or {}).pop("mrope_section", None)
     model.config.save_pretrained(folder)
+    if getattr(model.config, "num_experts", None):
+        model.module.save_pretrained(folder)
     workloads = {
         name: {
             **asdict(WORKLOADS[name]),

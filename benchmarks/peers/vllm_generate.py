@@ -4,8 +4,8 @@ argv: model-directory workloads.json rounds.
 
 Prints one JSON line per round of a workload: its seconds and the lengths of its answers.
 
-Knobs: bfloat16, CUDA graphs (default), random weights (the directory holds a configuration only),
-max_num_seqs 512 so that all sequences may run at once, log-probs of the sampled tokens on (a
+Knobs: bfloat16, CUDA graphs (default), random weights where the directory holds a configuration
+only, max_num_seqs 512 so that all sequences may run at once, log-probs of the sampled tokens on (a
 trainer needs them), no tokenizer, max_num_batched_tokens 16384, 85% of the memory. Qwen3.5 without
 images is not in its table of models: vllm_text_hybrid.py makes it of vLLM's own classes.
 """
@@ -28,7 +28,7 @@ def main() -> None:
     workloads = json.loads(Path(sys.argv[2]).read_text())
     llm = LLM(
         sys.argv[1],
-        load_format="dummy",
+        load_format="auto" if list(Path(sys.argv[1]).glob("*.safetensors")) else "dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
         gpu_memory_utilization=0.85,
