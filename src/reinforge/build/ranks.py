@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from reinforge.backends.distributed.ranks import Ranks, current, how_many, rank_here, serve
+from reinforge.backends.distributed.ranks import Ranks, current, how_many, serve
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
+from reinforge.core.torchrun import rank_here
 from reinforge.models.load import pick_device
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from reinforge.backends.distributed.ranks import launched
 from reinforge.build.attempt import Attempt
 from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.factories import Factories
@@ -21,6 +20,7 @@ from reinforge.cluster.errors import ActorLost
 from reinforge.cluster.ray_cluster import RayCluster
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, StoppedByPolicy
+from reinforge.core.torchrun import launched
 from reinforge.loops.run import Run
 from reinforge.loops.view import ViewLike
 

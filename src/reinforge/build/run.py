@@ -17,7 +17,9 @@ from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.result import RunResult
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, StoppedByPolicy
+from reinforge.loops.finished import FinishedRun, finished_run
 from reinforge.watch.default_view import default_view
+from reinforge.watch.ending import REPORT, describe_end
 
 if TYPE_CHECKING:
     from reinforge.build.execute import OpenRun
@@ -60,10 +62,30 @@ class ConfigTrainer:
             yield step
 
     def run(self) -> RunResult:
-        """All steps that are left; then the run is closed."""
+        """All steps that are left; then the run is closed. Of a run that has none left nothing is
+        loaded, unless its caller has given what only a run that is opened can serve.
+        """
+        if (done := self._finished_before()) is not None:
+            return self._tell_finished(done)
         for _ in self:
             pass
         return self.result
+
+    def _finished_before(self) -> FinishedRun | None:
+        given = self._given
+        if self._items is not None or given.module is not None or given.callbacks:
+            return None
+        config, _ = given.described(self.config)
+        return finished_run(config)
+
+    def _tell_finished(self, done: FinishedRun) -> RunResult:
+        self._view.message(done.told)
+        self._view.message(describe_end(done.dir))
+        self._view.stop()
+        report = done.dir / REPORT
+        return RunResult(
+            done.dir, done.metrics, done.step, done.stopped, report if report.exists() else None
+        )
 
     def _next(self) -> RunStep | None:
         """The next step that is open; None when the run has ended."""

@@ -188,7 +188,6 @@ def build_rl(
         tracer=Tracer(
             inputs.algorithm,
             inputs.weights,
-            every=cfg.run.log.samples_every,
             samples=cfg.run.log.samples,
             groups=cfg.run.log.groups,
             tokens=cfg.run.log.tokens,

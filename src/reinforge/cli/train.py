@@ -16,6 +16,7 @@ from reinforge.cli.show import print_mapping, print_table, print_text
 from reinforge.config.pipeline import Pipeline, load_any
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
+from reinforge.loops.finished import finished_run
 from reinforge.pipelines.plan import first_phase
 from reinforge.pipelines.run import run_pipeline
 from reinforge.plan.hub import not_here
@@ -73,12 +74,13 @@ def train(
 
 
 def _train_run(loaded: Config) -> None:
-    """One run to its end, if nothing speaks against it."""
-    found = preflight(loaded)
-    warn(found.warnings)
-    refuse(found.errors)
-    if loaded.cluster.kind == "local":
-        refuse(not_here(loaded))
+    """One run to its end, if nothing speaks against it. A run that is finished needs nothing."""
+    if finished_run(loaded) is None:
+        found = preflight(loaded)
+        warn(found.warnings)
+        refuse(found.errors)
+        if loaded.cluster.kind == "local":
+            refuse(not_here(loaded))
     train_config(loaded)
 
 

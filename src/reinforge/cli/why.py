@@ -29,7 +29,7 @@ def print_overview(record: Mapping[str, Any]) -> None:
             "check": why.verdict(record) or None,
             "advantage from": why.where_from(record, "advantage"),
             "pull": "how much of the loss the group's samples are, whatever their sign",
-            "recorded": f"step {record['steps_recorded']} (every run.log.samples_every steps)",
+            "recorded": f"step {record['steps_recorded']} ({why.WHEN})",
             "next": f"--step {record['step']} --group N shows one group",
         }
     )

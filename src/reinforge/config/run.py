@@ -48,7 +48,11 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     samples_every: Natural = Field(
-        10, description="Steps between tables of prompts, completions and rewards; 0 = never."
+        10,
+        description=(
+            "Steps between tables of prompts, completions and rewards, which the last step has"
+            " too; 0 = never."
+        ),
     )
     samples: Count = Field(4, description="Rows in such a table.")
     groups: Natural = Field(

@@ -134,8 +134,8 @@ class RLTrainer:
             prepared = await self._aside(lambda: step.prepared)
         self.source.commit(rollouts, run.step, self._version())
         trace = None
-        if self.tracer is not None:
-            trace = self.tracer.begin(run.step, rollouts, prepared.minibatches, step.changed)
+        if self.tracer is not None and run.records(step.number):
+            trace = self.tracer.begin(rollouts, prepared.minibatches, step.changed)
         with run.phase("train"):
             updates = Updates()
             if not step.skipped:

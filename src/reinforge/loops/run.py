@@ -34,6 +34,7 @@ from reinforge.loops.checkpointer import Checkpointer
 from reinforge.loops.config_changes import Changes
 from reinforge.loops.control import RunControl
 from reinforge.loops.evaluator import Evaluator
+from reinforge.loops.finished import BY_CALLER, nothing_to_do
 from reinforge.loops.given_callbacks import Callbacks
 from reinforge.loops.open_step import RunStep
 from reinforge.loops.signals import Signals
@@ -46,7 +47,7 @@ from reinforge.watch.doctor.trouble import Trouble
 from reinforge.watch.ending import TRACEBACK, describe_end, write_summary
 from reinforge.watch.logs import flatten
 from reinforge.watch.memory_usage import device_peak, process_peak
-from reinforge.watch.recorder import REWARD_FILES, Recorder
+from reinforge.watch.recorder import REWARD_FILES, Recorder, sample_records
 from reinforge.watch.report import write_report
 from reinforge.watch.runs import OF_ONE_STEP, steps_begun
 from reinforge.watch.sinks import HURRIED_SECONDS, UPLOAD_SECONDS, TrackerRun
@@ -64,7 +65,6 @@ DOING = {
 }
 IN_A_STEP = ("generate", "reward_wait", "prepare", "annotate", "train")
 OUT_OF_TIME = "run.max_seconds:"  # how the reason begins
-BY_CALLER = "stopped by the caller"  # ... and that of a run which may go on
 BY_DOCTOR = "the doctor found"
 UNCONTAINED = "uncontained"  # the kind of event
 
@@ -137,6 +137,8 @@ class Run:
         self._save_asked = False
         self._evaluation_asked = False
         self._end_told = False
+        # samples of the newest step, where they are recorded only if no step follows
+        self._unrecorded: list[dict[str, Any]] = []
 
     # ---- begin ----
 
@@ -236,15 +238,8 @@ class Run:
         self.phases.take()  # what opening the run took, with its trackers, is no step's
         backend = self.checkpointer.backend
         self.recorder.anchor(self.step, {**self._place(), "begins": machine(backend)})
-        if self.step > self.total:
-            self.view.message(
-                f"this run has done {self.step} steps already, and {self.total} are asked for:"
-                f" nothing to do. To go on, ask for more than {self.step} steps; for a run of"
-                f" {self.total} steps, use another directory."
-            )
-        elif not self.going():
-            why = f", {self.stopped}" if self.stopped else ""
-            self.view.message(f"this run is finished (step {self.step}{why}); nothing to do")
+        if not self.going():
+            self.view.message(nothing_to_do(self.step, self.total, self.stopped))
         self.callbacks.begin(self.control)
         await self._boundary()
         self._profile_next()
@@ -439,14 +434,32 @@ class Run:
         """
         return {"sandbox/uncontained": 1.0} if self.uncontained else {}
 
+    def records(self, step: int) -> bool:
+        """Whether samples and groups of a step are recorded: every run.log.samples_every steps from
+        the first one on, and the last.
+        """
+        every = self.cfg.run.log.samples_every
+        return every > 0 and ((step - 1) % every == 0 or step == self.total)
+
     def _show_samples(self, groups: Sequence[Group], trace: Mapping[str, Any] | None) -> None:
         log = self.cfg.run.log
         if trace:
             self.recorder.groups(self.step, trace)
-        if groups and log.samples_every and (self.step - 1) % log.samples_every == 0:
-            training = trace["samples"] if trace else None
-            self.recorder.samples(self.step, groups, log.samples, training=training)
+        self._unrecorded = []
+        if not groups or not log.samples_every:
+            return
+        training = trace["samples"] if trace else None
+        found = sample_records(self.step, groups, log.samples, training=training)
+        if self.records(self.step):
+            self.recorder.write_samples(found)
             self.view.table(groups[: log.samples])
+        else:
+            self._unrecorded = found
+
+    def _record_last(self) -> None:
+        """The samples of a step that is the last, which nobody knew before."""
+        self.recorder.write_samples(self._unrecorded)
+        self._unrecorded = []
 
     def _anchor(self, opened: RunStep, step: TrainingStep) -> None:
         """What the step can be found and compared by."""
@@ -514,6 +527,7 @@ class Run:
         why = f"{BY_DOCTOR} {trouble.kind} at step {self.step}"
         if trouble.action == "stop":
             self.stopped = why
+        self._record_last()
         await self.save()
         again = "The same command goes on." if trouble.action == "pause" else "It is over."
         raise StoppedByPolicy(f"{why}: {trouble} A checkpoint is saved. {again}")
@@ -530,6 +544,8 @@ class Run:
         if self._evaluation_asked or self.evaluator.due(self.step, ending=not self.going()):
             self._evaluation_asked = False
             improved = await self._evaluate()
+        if not self.going():
+            self._record_last()
         asked = self._save_asked or improved
         self._save_asked = False
         if self.checkpointer.due(self.step, ending=not self.going(), asked=asked):

@@ -38,30 +38,28 @@ REWARD = [place_of(combined), place_of(RewardScorer.total)]
 
 @dataclass(frozen=True)
 class Tracer:
-    """Which steps and groups are recorded. Made with the trainer, asked once per step.
+    """Which groups of a step are recorded. Made with the trainer, asked once per step that is.
 
-    `every`: steps between records, 0 = never; `samples`: rows of samples.jsonl; `groups`: of
-    groups.jsonl; `tokens`: one number per sample, or one per token.
+    `samples`: rows of samples.jsonl; `groups`: of groups.jsonl; `tokens`: one number per sample, or
+    one per token.
     """
 
     algorithm: Algorithm
     weights: dict[str, float]  # of the components of the reward
-    every: int = 0
     samples: int = 0
     groups: int = 0
     tokens: Literal["summary", "all"] = "summary"
 
     def begin(
         self,
-        step: int,
         rollout_batch: RolloutBatch,
         minibatches: Sequence[Sequence[Batch]],
         changed: Collection[str] = (),
     ) -> StepTrace | None:
-        """After the advantages of step number `step` (from 0) are there, before it is trained.
-        `changed`: of rewards and advantages, what the caller has set.
+        """After the advantages of a step are there, before it is trained. `changed`: of rewards
+        and advantages, what the caller has set.
         """
-        if not self.every or step % self.every or not self.groups:
+        if not self.groups:
             return None
         return StepTrace(self, rollout_batch, minibatches, sorted(changed))
 

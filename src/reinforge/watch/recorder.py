@@ -93,6 +93,41 @@ def asked_text(group: Group) -> str:
     return prompt_text(prompt)
 
 
+def sample_records(
+    step: int,
+    groups: Iterable[Group],
+    limit: int,
+    evaluation: bool = False,
+    training: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """A few samples as samples.jsonl has them, with all their turns where there are several.
+
+    `training`: what the step did with a sample, by its uid.
+    """
+    records = []
+    for group, sample, text in pick(groups, limit):
+        messages = group.transcripts.get(sample.episode)
+        answer = group.row.columns.get("answer")
+        record = {
+            "step": step,
+            "row": group.row.id,
+            "uid": sample.uid,
+            "prompt": asked_text(group),
+            "completion": text,
+            "reward": sample.reward,
+            "components": sample.rewards,
+            "stop": str(sample.stop),
+            "length": sample.n_trained,
+            **({} if answer is None else {"answer": answer}),
+            **({"eval": True} if evaluation else {}),
+            **({"turns": turns_of(messages)} if messages else {}),
+        }
+        if training and sample.uid in training:
+            record["training"] = training[sample.uid]
+        records.append(_finite(record))
+    return records
+
+
 class Recorder:
     """Appends to the logs and feeds the sinks.
 
@@ -206,35 +241,16 @@ class Recorder:
         evaluation: bool = False,
         training: Mapping[str, Any] | None = None,
     ) -> None:
-        """A few samples for people, with all their turns where there are several.
+        """A few samples for people (`sample_records`)."""
+        self.write_samples(sample_records(step, groups, limit, evaluation, training))
 
-        `training`: what the step did with a sample, by its uid.
-        """
-        records = []
-        for group, sample, text in pick(groups, limit):
-            messages = group.transcripts.get(sample.episode)
-            answer = group.row.columns.get("answer")
-            record = {
-                "step": step,
-                "row": group.row.id,
-                "uid": sample.uid,
-                "prompt": asked_text(group),
-                "completion": text,
-                "reward": sample.reward,
-                "components": sample.rewards,
-                "stop": str(sample.stop),
-                "length": sample.n_trained,
-                **({} if answer is None else {"answer": answer}),
-                **({"eval": True} if evaluation else {}),
-                **({"turns": turns_of(messages)} if messages else {}),
-            }
-            if training and sample.uid in training:
-                record["training"] = training[sample.uid]
-            records.append(_finite(record))
+    def write_samples(self, records: Sequence[dict[str, Any]]) -> None:
+        """Of one step, or of one evaluation."""
         for record in records:
             self._append("samples.jsonl", record)
         if records:
-            table = SampleTable(EVALUATION if evaluation else TRAINING, step, records)
+            kind = EVALUATION if "eval" in records[0] else TRAINING
+            table = SampleTable(kind, records[0]["step"], records)
             for sink in self.sinks:
                 sink.table(table)
 

@@ -19,6 +19,7 @@ from reinforge.watch.logs import read_json, read_lines
 from reinforge.watch.runs import is_run
 
 FILE = "groups.jsonl"
+WHEN = "every run.log.samples_every steps, and the last"  # a step is recorded
 # advantages that the rewards of a step decide, so that they can be checked
 FORMULAS = ("group_relative", "leave_one_out", "batch_baseline", "greedy_baseline")
 CLOSE = 1e-4  # relative, and absolute below 1: numbers are recorded with seven digits
@@ -67,7 +68,7 @@ def read_step(run_dir: Path, step: int | None = None) -> dict[str, Any]:
         raise InputError(
             f"step {step} was not recorded.",
             where=str(run_dir / FILE),
-            fix=f"There are: {ranges(there)} (every run.log.samples_every steps).",
+            fix=f"There are: {ranges(there)} ({WHEN}).",
         )
     log = read_json(run_dir / "config.json").get("run", {}).get("log", {})
     if log.get("samples_every") == 0 or log.get("groups") == 0:
@@ -81,9 +82,13 @@ def ranges(steps: Sequence[int]) -> str:
     """
     >>> ranges([1, 11, 21, 31, 41]), ranges([1, 2, 5]), ranges([7])
     ('1, 11, ..., 41', '1, 2, 5', '7')
+    >>> ranges([1, 11, 21, 31, 35])
+    '1, 11, ..., 31, 35'
     """
-    if len(steps) > 3 and len({b - a for a, b in itertools.pairwise(steps)}) == 1:
-        return f"{steps[0]}, {steps[1]}, ..., {steps[-1]}"
+    *others, last = steps
+    if len(others) > 2 and len({b - a for a, b in itertools.pairwise(others)}) == 1:
+        even = last - others[-1] == others[1] - others[0]
+        return f"{others[0]}, {others[1]}, ..., {'' if even else f'{others[-1]}, '}{last}"
     return ", ".join(map(str, steps))
 
 

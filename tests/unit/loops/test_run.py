@@ -10,6 +10,8 @@ import functools
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import pytest
 from helpers.tiny_runs import DATA, EVAL, LORA, digest, launch, lines, odd
 from helpers.toys import SilentView
 from reinforge.build.caller_objects import CallerObjects
-from reinforge.build.run import train_config
+from reinforge.build.run import ConfigTrainer, train_config
 from reinforge.build.trainer import build
 from reinforge.checkpoint import store
 from reinforge.checkpoint.lock import LOCK
@@ -146,8 +148,41 @@ def test_a_finished_run_does_nothing_more(make: Callable[..., Config]) -> None:
     cfg = make()
     launch(cfg)
     first = digest(cfg)
+    events = lines(cfg, "events.jsonl")
     result = launch(cfg)
     assert digest(cfg) == first and result.steps == 3 and len(lines(cfg)) == 3
+    assert lines(cfg, "events.jsonl") == events and result.report is not None
+    assert result.metrics["reward/mean"] == lines(cfg)[-1]["reward/mean"]
+
+
+def test_a_finished_run_loads_nothing(make: Callable[..., Config]) -> None:
+    """In a new process: neither a model nor torch itself."""
+    cfg = make("run", "grpo", "train.steps=1")
+    launch(cfg)
+    program = """
+import json, sys
+from reinforge.build.run import train_config
+from reinforge.config.schema import Config
+
+with open(sys.argv[1]) as file:
+    train_config(Config.model_validate(json.load(file)))
+assert "torch" not in sys.modules
+"""
+    command = [sys.executable, "-c", program, f"{cfg.run.dir}/config.json"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "this run is finished (step 1); nothing to do" in ran.stdout
+    assert "finished  1 of 1 steps" in ran.stdout
+
+
+def test_a_finished_run_that_is_to_be_evaluated_goes_on(make: Callable[..., Config]) -> None:
+    """Only the run itself knows what other settings ask of it."""
+    cfg = make("run", "grpo", "train.steps=1", "eval.every=0")
+    launch(cfg, eval_data=EVAL)
+    more = make("run", "grpo", "train.steps=1", "eval.every=0", "eval.samples=2")
+    launch(more, eval_data=EVAL)
+    kinds = [event["kind"] for event in lines(cfg, "events.jsonl")]
+    assert kinds.count("resumed") == 1 and "config_changed" in kinds
 
 
 def test_resume_policies(make: Callable[..., Config]) -> None:
@@ -407,7 +442,7 @@ def test_a_damaged_checkpoint_that_is_refused_leaves_an_event(make: Callable[...
     with (newest / "state.json").open("a") as file:
         file.write(" ")
     with pytest.raises(InputError, match="truncated or changed"):
-        launch(cfg)
+        launch(make("run", "grpo", "train.steps=3"))
     event = lines(cfg, "events.jsonl")[-1]
     assert (
         event["kind"] == "damaged_checkpoint"
@@ -610,6 +645,26 @@ def test_dropping_rows_keeps_ids_and_rows_together(make: Callable[..., Config]) 
     rollout: Any = trainer.source.rollout
     assert [r.prompt for r in trainer.source.rows] == [d["prompt"] for d in DATA]
     assert all(rollout.decode(rollout.encode(r)) == r.prompt for r in trainer.source.rows)
+
+
+def recorded_steps(cfg: Config, name: str) -> list[int]:
+    return sorted({line["step"] for line in lines(cfg, name)})
+
+
+def test_the_last_step_is_recorded(make: Callable[..., Config]) -> None:
+    """Also one that nobody knew to be the last; a run that goes on keeps its samples."""
+    cfg = make("run", "grpo", "train.steps=4", "run.log.samples_every=2")
+    trainer = ConfigTrainer(cfg, CallerObjects(data=DATA, rewards=[odd]), SilentView())
+    for step in trainer:
+        if step.number == 2:
+            trainer.stop("enough")
+    assert recorded_steps(cfg, "samples.jsonl") == [1, 2]
+    launch(cfg)
+    assert recorded_steps(cfg, "samples.jsonl") == [1, 2, 3, 4]
+    assert recorded_steps(cfg, "groups.jsonl") == [1, 3, 4]
+    never = make("never", "grpo", "train.steps=2", "run.log.samples_every=0")
+    launch(never)
+    assert not recorded_steps(never, "samples.jsonl")
 
 
 def test_a_run_ends_when_its_time_is_used_up(make: Callable[..., Config]) -> None:

@@ -329,7 +329,7 @@ def test_the_page_says_what_it_is_how_one_sees_it_and_what_to_turn(
     page = capsys.readouterr().out
     assert "First cause: truncation, since step" in page
     assert "try       rollout.max_new_tokens=16 (it is 1)" in page
-    assert "docs/doctor.md#truncation" in page and "samples   step 1, " in page
+    assert "docs/doctor.md#truncation" in page and "samples   step 8, " in page
     assert "Also: constant_reward, since step 1 (follows from truncation)" in page
     assert "Is it learning? No." in page and "a gradient in 0 of 8 steps" in page
     assert main(["runs", "diagnose", cfg.run.dir, "--json"]) == 0

@@ -35,6 +35,7 @@ from reinforge.backends.distributed.commands import LAZY, CommandTree, raise_fil
 from reinforge.backends.distributed.wire import pack, unpack
 from reinforge.core.cpus import bind, numa_cpus, threads_for, visible_gpu
 from reinforge.core.errors import InputError, ReinforgeError, StoppedByPolicy
+from reinforge.core.torchrun import launched
 
 IDLE = timedelta(days=30)  # how long a rank waits for a command: rollouts take what they take
 WORK = timedelta(minutes=30)  # how long a rank waits for another in the middle of a pass
@@ -49,15 +50,6 @@ _open: Ranks | None = None
 def current() -> Ranks | None:
     """The ranks that are open."""
     return _open
-
-
-def launched() -> bool:
-    """Whether torchrun (or something like it) started this process as one of several."""
-    return "WORLD_SIZE" in os.environ and "RANK" in os.environ and "MASTER_ADDR" in os.environ
-
-
-def rank_here() -> int:
-    return int(os.environ["RANK"]) if launched() else 0
 
 
 class RankMember:
