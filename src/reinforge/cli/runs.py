@@ -13,13 +13,14 @@ import typer
 
 from reinforge.cli.arguments import RunDir
 from reinforge.cli.lazy import CommandEntry, LazyGroup
-from reinforge.cli.show import print_mapping, print_table, print_text
+from reinforge.cli.show import print_mapping, print_table, print_text, text_of
 from reinforge.cli.why import print_group, print_overview, print_sample
 from reinforge.core.errors import InputError
+from reinforge.core.visible import visible
 from reinforge.watch.ending import describe_end, grouped
 from reinforge.watch.pipeline import RECORD, show_pipeline, write_pipeline_report
 from reinforge.watch.report import write_report
-from reinforge.watch.runs import list_runs, show_run
+from reinforge.watch.runs import list_runs, newest_samples, show_run
 from reinforge.watch.why import explain_group, find_group, find_sample, overview, read_step
 
 
@@ -63,6 +64,9 @@ app = typer.Typer(
     help="Show, compare, diagnose and replay runs.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+# characters that `show` prints: of a prompt's end, of a completion's beginning and of its end
+PROMPT, COMPLETION, ENDING = 160, 240, 120
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -118,24 +122,36 @@ def _listed(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @app.command()
-def show(run: RunDir, as_json: AsJson = False) -> None:
-    """Show one run: its state, its last metrics, how to continue it.
+def show(
+    run: RunDir,
+    samples: Annotated[
+        int, typer.Option(min=0, metavar="N", help="How many of the newest samples; 0 = none.")
+    ] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Show one run: its state, its last metrics, how to continue it, what it answered last.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
       reinforge runs show runs/chain-sum
+
+      reinforge runs show runs/chain-sum --samples 8
     """
     if (run / RECORD).is_file():
         stages = show_pipeline(run)
         _json(stages) if as_json else print_table(stages)
         return
     found = show_run(run)
+    newest = newest_samples(run, samples) if samples else []
     if as_json:
-        _json(found)
-    else:
-        print_text(describe_end(run))
+        _json({**found, "samples": newest})
+        return
+    print_text(describe_end(run))
+    print()
+    print_mapping(_shown(found))
+    for sample in newest:
         print()
-        print_mapping(_shown(found))
+        print_mapping(_sample(sample))
 
 
 @app.command()
@@ -201,6 +217,30 @@ def why(
         _json(found) if as_json else print_sample(record, found)
         return
     _json(explain_group(record, one)) if as_json else print_group(record, one)
+
+
+def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """One sample for people: the end of its prompt, and its completion without the middle of a long
+    one.
+    """
+    reward = sample.get("reward")
+    components = sample.get("components") or {}
+    told = "unscored" if reward is None else text_of(reward)
+    if len(components) > 1:
+        told += f" ({text_of(components)})"
+    prompt = str(sample.get("prompt", ""))
+    completion = str(sample.get("completion", ""))
+    if len(prompt) > PROMPT:
+        prompt = f"… {prompt[-PROMPT:].lstrip()}"
+    if len(completion) > COMPLETION + ENDING:
+        completion = f"{completion[:COMPLETION].rstrip()} … {completion[-ENDING:].lstrip()}"
+    kind = " (evaluation)" if sample.get("eval") else ""
+    return {
+        "sample": f"step {sample.get('step')}{kind}, {sample.get('length')} tokens",
+        "prompt": visible(prompt),
+        "completion": visible(completion),
+        "reward": told,
+    }
 
 
 def _shown(run: Mapping[str, Any]) -> dict[str, Any]:

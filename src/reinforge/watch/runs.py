@@ -9,9 +9,10 @@ import os
 import re
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,19 @@ def _rewards(config: Mapping[str, Any]) -> dict[str, str]:
         weight = config.get(f"rewards.{i}.weight", 1.0)
         found.append(str(name) if weight == 1 else f"{name} x {weight:g}")
     return {"rewards": ", ".join(found)} if found else {}
+
+
+def newest_samples(path: Path, limit: int) -> list[dict[str, Any]]:
+    """Lines of samples.jsonl, those of the newest step first; of one step what was trained on
+    before what was evaluated.
+    """
+    steps: deque[list[dict[str, Any]]] = deque(maxlen=limit)  # each has one at least
+    for line in read_lines(Path(path) / "samples.jsonl"):
+        if not steps or steps[-1][0].get("step") != line.get("step"):
+            steps.append([])
+        steps[-1].append(line)
+    ordered = (sorted(step, key=lambda line: "eval" in line) for step in reversed(steps))
+    return list(islice(chain.from_iterable(ordered), limit))
 
 
 def steps_begun(path: Path) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,49 @@ def test_lists_of_runs_break_no_word(
             "terminated",
         ],
     )
+
+
+def test_a_run_is_shown_with_its_newest_samples(
+    terminal: io.StringIO, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the newest step first: the end of a long prompt, and a completion without its middle."""
+    begins, middle, ends = "first " * 30, "inner " * 100, "last " * 20
+    recorder = Recorder(tmp_path / "run", {"algorithm": {"name": "grpo"}}, steps=9)
+    recorder.log(5, {"reward/mean": 0.5})
+    for step in (1, 5):
+        recorder.write_samples(
+            [
+                {
+                    "step": step,
+                    "prompt": f"Begin. {'filler ' * 60}How many in step {step}?",
+                    "completion": f"{begins}{middle}{ends}\x1b[2Jend{place}",
+                    "reward": None if place else 0.75,
+                    "components": {"exact": 1.0, "format": 0.5},
+                    "length": 40 + place,
+                }
+                for place in range(2)
+            ]
+        )
+    recorder.close()
+
+    def shown(*options: str) -> str:
+        terminal.seek(0)
+        terminal.truncate()
+        assert main(["runs", "show", str(tmp_path / "run"), *options]) == 0
+        return terminal.getvalue()
+
+    two = shown()
+    check(terminal, ["sample step 5 40 tokens 41", "0.75", "(exact", "unscored", "in step 5?"])
+    assert two.count("\nsample ") == 2 and "step 1?" not in two and "Begin" not in two
+    assert two.count("first") == 60 and "inner … " in two and "\\x1b[2Jend0" in two
+    three = shown("--samples", "3")
+    assert three.count("\nsample ") == 3
+    assert three.index("in step 5?") < three.index("in step 1?")
+    assert "\nsample " not in shown("--samples", "0")
+    capsys.readouterr()
+    shown("--json")
+    found = json.loads(capsys.readouterr().out)["samples"]
+    assert [(s["step"], s["length"]) for s in found] == [(5, 40), (5, 41)]
 
 
 def test_a_long_value_goes_on_under_itself(terminal: io.StringIO) -> None:
