@@ -5,6 +5,7 @@ Imports no torch: `plan` asks before anything is loaded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,8 @@ class ModelFacts:
             or first("intermediate_size", "ffn_dim", "n_inner")
             or 4 * hidden
         )
+        if setting(config, "block_auto_adjust_ff_dim"):
+            inner = _adjusted(config, inner)
         # of latent attention, whose cache holds keys and values of all heads
         latent = (first("qk_nope_head_dim") or 0) + (first("qk_rope_head_dim") or 0)
         found = {
@@ -196,6 +199,12 @@ class ModelFacts:
     def masters(self) -> bool:
         """Whether what is trained needs a float32 copy: adapters are float32 themselves."""
         return self.itemsize < FLOAT and self.rank is None
+
+
+def _adjusted(config: Any, inner: int) -> int:
+    """What LFM2's layers make of the inner size that its configuration says."""
+    unit = int(config.block_multiple_of)
+    return unit * math.ceil(int(config.block_ffn_dim_multiplier * int(2 * inner / 3)) / unit)
 
 
 def _shared(first: Callable[..., int | None], inner: int) -> int:

@@ -96,7 +96,9 @@ def _mixer(config: Any) -> _MixerSizes:
     hidden = first("hidden_size")
     taps = first("conv_L_cache", "linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel") - 1
     if first("conv_L_cache"):
-        return _MixerSizes(taps * hidden, 0, 0, 7 * hidden, 0)
+        # three projections in one, the inputs of the convolution and of the output's projection,
+        # and what the convolution gives
+        return _MixerSizes(taps * hidden, 0, 0, 6 * hidden, 0)
     heads = first("linear_num_value_heads", "linear_num_heads")
     if not heads:
         return _mamba(first, taps, hidden)
