@@ -33,7 +33,7 @@ from reinforge.engines.served.dialect import SampleOutput, SampleRequest, Server
 from reinforge.engines.served.engine import SampleInProgress
 from reinforge.engines.served.make import make_served
 from reinforge.engines.served.vllm import Vllm, plugin_file, unpacked
-from reinforge.engines.served.vllm_plugin import ControlMiddleware
+from reinforge.engines.served.vllm_plugin import ControlMiddleware, register_group_engine
 from reinforge.models.causal import CausalModel
 from reinforge.models.routing import Routers, routed_layers
 
@@ -493,3 +493,69 @@ def test_the_layers_of_a_mixture_that_have_experts() -> None:
     routers = Routers.of(model)
     assert routers is not None and len(found.layers) == len(routers.choices)
     assert found.layers[0] == 1 and found.experts == routers.choices[0].experts
+
+
+# ---- vLLM 0.26, which asks more of its transfer engines than 0.32 ----
+
+TRANSFER_026 = {
+    "vllm/__init__.py": "",
+    "vllm/distributed/__init__.py": "",
+    "vllm/distributed/weight_transfer/__init__.py": "",
+    "vllm/distributed/weight_transfer/base.py": """
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+A, B = TypeVar("A"), TypeVar("B")
+
+class WeightTransferInitInfo: pass
+class WeightTransferUpdateInfo: pass
+
+class WeightTransferEngine(ABC, Generic[A, B]):
+    @abstractmethod
+    def init_transfer_engine(self, init_info): ...
+    @abstractmethod
+    def start_weight_update(self): ...
+    @abstractmethod
+    def finish_weight_update(self): ...
+    @abstractmethod
+    def receive_weights(self, update_info): ...
+    @abstractmethod
+    def shutdown(self): ...
+    @staticmethod
+    @abstractmethod
+    def trainer_send_weights(iterator, trainer_args): ...
+""",
+    "vllm/distributed/weight_transfer/factory.py": """
+class WeightTransferEngineFactory:
+    engines = {}
+
+    @classmethod
+    def register_engine(cls, name, engine):
+        cls.engines[name] = engine
+""",
+    "vllm/distributed/weight_transfer/ipc_engine.py": "import ray\nfrom torch import Tensor\n",
+}
+
+
+def test_transfer_engines_of_026_without_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours can be made, and vLLM's own loads where Ray is not installed; whoever looks for Ray
+    afterwards does not find it.
+    """
+    for name, text in TRANSFER_026.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    before = set(sys.modules)
+    try:
+        register_group_engine()
+        factory = sys.modules["vllm.distributed.weight_transfer.factory"]
+        factory.WeightTransferEngineFactory.engines["reinforge_group"]()  # nothing is abstract
+        assert "vllm.distributed.weight_transfer.ipc_engine" in sys.modules
+        assert "ray" not in sys.modules
+    finally:
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] == "vllm":
+                del sys.modules[name]

@@ -16,13 +16,16 @@ import base64
 import hmac
 import json
 import os
+import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -463,21 +466,21 @@ class WorkerExtension:
             )
         runner = self.model_runner  # type: ignore[attr-defined]
         model = runner.get_model()
+        device = self._reinforge_device().type
+        if device == "cpu":
+            forget_expert_kernels(model)
         if isinstance(staged, dict):
-            if self._reinforge_device().type == "cpu":
-                forget_expert_kernels(model)
             self.start_weight_update()  # type: ignore[attr-defined]
             self.update_weights(update_info(staged))  # type: ignore[attr-defined]
             self.finish_weight_update()  # type: ignore[attr-defined]
         elif self._reinforge_direct():  # into the parameters that kernels and graphs read
             model.load_weights(iter(staged))
-            torch.cuda.synchronize()
         else:  # packed for the CPU's kernels, or quantised: vLLM's own way, layer by layer
-            if self._reinforge_device().type == "cpu":
-                forget_expert_kernels(model)
             runner.reload_weights(weights_iterator=iter(staged))
         if fix_head:
             point_head(model)
+        if device == "cuda":
+            torch.cuda.synchronize()  # from now on the trainer may change what was read
         self._reinforge_staged = (None, [])
         self._reinforge_version = version
         self._reinforge_below = self._reinforge_next
@@ -659,6 +662,23 @@ def handle_arguments(entry: list[Any], device: int) -> tuple[Any, ...]:
     )
 
 
+def load_ipc_engine() -> None:
+    """vLLM 0.26 imports Ray beside its `ipc` engine, for a sender that is not used here: without
+    Ray the engine is loaded with an empty module in its place.
+    """
+    name = "vllm.distributed.weight_transfer.ipc_engine"
+    try:
+        import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            return  # who asks for the engine is told
+        sys.modules["ray"] = ModuleType("ray")
+        try:
+            import_module(name)
+        finally:
+            del sys.modules["ray"]
+
+
 def register_group_engine() -> None:
     """Tells vLLM how to receive weights through a process group that both torch's NCCL and its gloo
     can make: `--weight-transfer-config {"backend": "reinforge_group"}`.
@@ -672,6 +692,7 @@ def register_group_engine() -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:  # one that has no such API
         return
+    load_ipc_engine()
 
     @dataclass
     class GroupInit(WeightTransferInitInfo):
@@ -732,6 +753,11 @@ def register_group_engine() -> None:
 
         def shutdown(self) -> None:
             self.group = None
+
+        @staticmethod
+        def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+            """vLLM 0.26 asks every engine for it, and calls it in no worker."""
+            raise NotImplementedError("weights/group.py sends them")
 
     WeightTransferEngineFactory.register_engine(GROUP, GroupEngine)
 
