@@ -6,10 +6,12 @@ predicts.
 
 The rank is a real one (`FsdpWorker`: models cut by FSDP2, packs, backward passes, the optimizer);
 its process group is torch's fake one, whose collectives move nothing and return at once. So numbers
-are nonsense, and every tensor has the size and the life that it has on 64 GPUs. The weights are
-windows of one random vector until a layer is cut: the whole model never exists.
+are nonsense, and every tensor has the size and the life that it has on 64 GPUs. The weights all
+begin in one vector, as long as the largest of them, until a layer is cut: the whole model never
+exists. That vector is a part of the peak of `made`, and of none after it.
 
-On a GPU the peaks are measured (`torch.cuda.max_memory_allocated`). Without one they are tracked:
+On a GPU the peaks are measured (`torch.cuda.max_memory_allocated`), with the seconds of every phase
+and the most that torch took from the driver (`reserved`). Without one they are tracked:
 tensors have shapes and no numbers (torch's FakeTensorMode), every allocation and its end are added
 up, and in place of the kernels that only a GPU has are functions that allocate what these allocate.
 What tracking does not see: the workspaces of cuBLAS and of attention's backward, and layers that
@@ -22,10 +24,11 @@ import argparse
 import gc
 import json
 import sys
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +90,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 ROW = 1024  # tokens of a sequence
 PACKS = 2  # so that gradients of one are there while another is computed
 STEPS = 2
+NUMBERS = 1 << 20  # that differ, of the vector that weights begin in
 BLOCK = 512  # bytes: what the allocator of CUDA rounds to
 
 
@@ -116,6 +120,7 @@ class Found:
 
     phases: dict[str, int]  # of the second step
     predicted: dict[str, int]  # by part, at the peak of training
+    reserved: int = 0  # what a GPU's allocator took from the driver, holes and all
 
     @property
     def error(self) -> float:
@@ -147,18 +152,20 @@ class LonelyWorker(FsdpWorker):
         return here
 
 
-def make_model(case: Case, numbers: bool) -> CausalModel:
-    """In host memory, where it takes none."""
+def make_model(case: Case, device: torch.device, numbers: bool) -> CausalModel:
+    """Where the shards will be, so that nothing is copied there; it takes what its largest matrix
+    takes.
+    """
     config = Qwen3Config(**{"tie_word_embeddings": False, **case.shape})
     with torch.device("meta"):
         module: Any = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
     module.model.rotary_emb = type(module.model.rotary_emb)(config)
-    longest = max(sum(p.shape) for p in module.parameters())
-    base = torch.randn(longest, dtype=torch.bfloat16) * 0.02
+    largest = max(p.numel() for p in module.parameters())
+    few = (torch.randn(NUMBERS, device=device) * 0.02).bfloat16()
+    base = few.repeat(-(-largest // NUMBERS)) if numbers else few
     for name, p in list(module.named_parameters()):
         owner, _, own = name.rpartition(".")
-        windows = base.as_strided(p.shape, (1,) * p.ndim)
-        made = windows if numbers else torch.empty(p.shape, dtype=p.dtype)
+        made = base[: p.numel()].view(p.shape) if numbers else torch.empty(p.shape, dtype=p.dtype)
         setattr(module.get_submodule(owner), own, nn.Parameter(made))
     module.tie_weights()
     if case.checkpointing:
@@ -170,7 +177,8 @@ def make_worker(case: Case, device: torch.device, numbers: bool) -> LonelyWorker
     member: Any = SimpleNamespace(rank=0, size=case.ranks, device=device, copy=None)
     cfg = TrainConfig(steps=STEPS, tokens_per_microbatch=case.tokens)
     settings = {"total_steps": STEPS, "reference": case.reference}
-    return LonelyWorker(member, partial(make_model, case, numbers), cfg, settings, case.compiled)
+    make = partial(make_model, case, device, numbers)
+    return LonelyWorker(member, make, cfg, settings, case.compiled)
 
 
 @contextmanager
@@ -196,10 +204,17 @@ def peaks(worker: LonelyWorker, packs: list[Batch], totals: Totals, meter: Any) 
     found = {}
     for phase, do in work.items():
         if phase != "reference" or worker.has_reference:
+            began = time.perf_counter()
             meter.reset()
             do()
             found[phase] = meter.peak()
+            tell(phase, found[phase], time.perf_counter() - began)
     return found
+
+
+def tell(phase: str, size: int, seconds: float) -> None:
+    """At once: who runs this may run out of time."""
+    print(f"  {phase}: {size / GIB:.2f} GiB, {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 def predicted(worker: LonelyWorker, case: Case) -> dict[str, int]:
@@ -214,20 +229,34 @@ class CudaMeter:
 
     def reset(self) -> None:
         gc.collect()
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> int:
+        torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
 
 
-def measure(case: Case) -> Found:
+def measure(case: Case, device: torch.device, meter: Any) -> Found:
+    """On tensors that have numbers."""
     packs = case.packs()
     with fake_group(case.ranks):
-        torch.cuda.reset_peak_memory_stats()
-        worker = make_worker(case, torch.device("cuda", 0), numbers=True)
-        made = torch.cuda.max_memory_allocated()
-        found = {"made": made, **peaks(worker, packs, Totals.of(packs), CudaMeter())}
+        began = time.perf_counter()
+        meter.reset()
+        worker = make_worker(case, device, numbers=True)
+        found = {"made": meter.peak()}
+        tell("made", found["made"], time.perf_counter() - began)
+        found |= peaks(worker, packs, Totals.of(packs), meter)
         return Found(found, predicted(worker, case))
+
+
+def measure_gpu(case: Case) -> Found:
+    """What a case before this one left behind counts as ours, so it is told."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    tell("before", torch.cuda.memory_allocated(), 0.0)
+    found = measure(case, torch.device("cuda", 0), CudaMeter())
+    return replace(found, reserved=torch.cuda.max_memory_reserved())
 
 
 # ---- tracked ----
@@ -353,10 +382,11 @@ def told(name: str, case: Case, how: str, found: Found) -> list[str]:
         )
         if on
     ]
+    reserved = f"; reserved {found.reserved / GIB:.3g}" if found.reserved else ""
     return [
         f"{name}, one rank of {case.ranks}, packs of {case.tokens} tokens"
         f"{''.join(f', {word}' for word in settings)}; GiB",
-        f"  {how}: {listed(found.phases)}",
+        f"  {how}: {listed(found.phases)}{reserved}",
         f"  predicted: {memory_model.total(found.predicted) / GIB:.3g} to train"
         f" ({found.error:+.1%}): {listed(found.predicted)}",
     ]
@@ -382,13 +412,14 @@ def main() -> None:
         case = Case(
             SHAPES[name], args.ranks, args.tokens, args.checkpointing, args.reference, args.compile
         )
-        found = (measure if on_gpu else track)(case)
+        print(f"{name}: {how}", file=sys.stderr, flush=True)
+        found = (measure_gpu if on_gpu else track)(case)
         print("\n".join(told(name, case, how, found)), flush=True)
         sizes = {how: found.phases, "predicted": found.predicted, "error": found.error}
+        sizes |= {"reserved": found.reserved} if on_gpu else {}
         rows.append({"shape": name, **vars(case), **sizes, "torch": torch.__version__})
-        gc.collect()
-    if args.out:
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        if args.out:
+            args.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

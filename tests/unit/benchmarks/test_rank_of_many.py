@@ -29,6 +29,15 @@ LAYERS = {
     "intermediate_size": 4096,
     "num_hidden_layers": 3,
 }
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 128,
+}
 DEEP = {**TOY, "vocab_size": 1024, "num_hidden_layers": 4}
 # what each is the largest part of
 CASES = {
@@ -119,6 +128,36 @@ def test_plan_knows_what_the_rank_knows(
     assert plan.facts == found["ends"][1]
     whole = replace(plan.facts, shards=None)
     assert memory_model.weight_bytes(whole) > 20 * memory_model.weight_bytes(plan.facts)
+
+
+def test_the_same_rank_with_numbers() -> None:
+    """What a GPU is asked to do, done on a CPU: 64 ranks of which 63 say nothing. The weights begin
+    in one vector and become shards of a 64th, and both steps are taken.
+    """
+    workers: list[Any] = []
+
+    class Meter:
+        def reset(self) -> None: ...
+
+        def peak(self) -> int:
+            return 1
+
+    def noted(worker: Any, case: Case) -> dict[str, int]:
+        workers.append(worker)
+        return predicted(worker, case)
+
+    predicted = many.predicted
+    case = Case(SMALL, tokens=32, checkpointing=True, reference=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(many, "predicted", noted)
+        found = [many.measure(case, torch.device("cpu"), Meter()) for _ in range(2)]
+    assert list(found[1].phases) == ["made", "reference", "old", "train", "step"]
+    for worker in workers:
+        shards = {name: list(p.shape) for name, p in worker.optimizer.parameters.items()}
+        assert shards == {
+            name: [-(-shape[0] // 64), *shape[1:]] for name, shape in worker.shapes.items()
+        }
+        assert {float(t) for k, t in worker.state().tensors.items() if k.endswith("/step")} == {2.0}
 
 
 def test_what_is_resized_to_nothing_is_free() -> None:
