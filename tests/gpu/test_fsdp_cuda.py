@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from helpers.split_backends import LENGTHS, load, policy_loss
 from helpers.toys import make_model, make_samples, relative, tokens_of, train_config
@@ -33,7 +34,9 @@ def one() -> Iterator[Ranks]:
         yield opened
 
 
-def trained(ranks: Ranks, kind: str, **changes: Any) -> tuple[FsdpBackend, list[dict[str, float]]]:
+def trained(
+    ranks: Ranks, kind: str, compiled: bool = False, **changes: Any
+) -> tuple[FsdpBackend, list[dict[str, float]]]:
     cfg = train_config(backend="fsdp", learning_rate=1e-3, **changes)
     backend = FsdpBackend(
         ranks,
@@ -41,6 +44,7 @@ def trained(ranks: Ranks, kind: str, **changes: Any) -> tuple[FsdpBackend, list[
         cfg,
         full=load(kind),
         sharded=True,
+        compiled=compiled,
         total_steps=10,
         temperature=0.8,
         reference=True,
@@ -84,6 +88,26 @@ def test_weights_in_host_memory_train_alike(one: Ranks, tmp_path: Path, kind: st
     again = dict(store.load(store.save(tmp_path / "c", 1, moved.state(), {}))[0].tensors)
     assert all(torch.equal(again[k], before[k]) for k in before)
     plain.close(), moved.close()
+
+
+@pytest.mark.parametrize("kind", ["full", "bfloat16"])
+def test_compiled_layers_train_alike(one: Ranks, kind: str) -> None:
+    """Layers that FSDP2 gathers, fused by the compiler: losses, gradient norms and moments of those
+    that are not.
+    """
+    plain, first = trained(one, kind)
+    counters["stats"].clear()
+    fused, second = trained(one, kind, compiled=True)
+    assert counters["stats"]["unique_graphs"] >= 2  # of a layer, before attention and after
+    exact = kind != "bfloat16"
+    for a, b in zip(first, second, strict=True):
+        assert b == pytest.approx(a, rel=1e-3 if exact else 0.1, abs=1e-5 if exact else 0.05)
+    moments = [
+        {k: t for k, t in b.worker.optimizer.tensors().items() if k.endswith("/exp_avg")}
+        for b in (fused, plain)
+    ]
+    assert relative(*moments) < (1e-4 if exact else 0.1)
+    plain.close(), fused.close()
 
 
 def test_rollouts_through_the_ranks_engine(one: Ranks) -> None:

@@ -160,8 +160,10 @@ def library(kind: str = "") -> Any:
     warnings.filterwarnings(
         "ignore", category=FutureWarning, module="torch.distributed.c10d_logger"
     )
-    # it would be compiled here; gloo is fast enough between processes
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if deepspeed.accelerator.get_accelerator().device_name() == "cpu":
+        # it would be compiled here; gloo is fast enough between processes. To look at that list
+        # DeepSpeed tries compilers, for every kernel that a GPU could have
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
