@@ -102,7 +102,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sleep", action="store_true", help="also memory and seconds of sleeping")
     parser.add_argument("--tolerance", type=float, help="of the proof with FP8, in nats")
     parser.add_argument("--start-seconds", type=float, default=180.0)
-    parser.add_argument("--case-seconds", type=float, default=60.0)
+    parser.add_argument("--case-seconds", type=float, default=90.0)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
