@@ -122,7 +122,7 @@ def saved_attention(f: ModelFacts) -> dict[str, int]:
     """
     b = f.itemsize
     normed = f.query + f.key if f.head_norms else 0
-    if f.compiled and f.rank is None:
+    if f.fused or (f.compiled and f.rank is None):
         norms = b * normed
     else:
         norms = normed * (FLOAT if f.rank is not None else FLOAT + b)
@@ -149,26 +149,29 @@ def saved(f: ModelFacts) -> dict[str, int]:
 
     Eager: RMSNorm keeps its input in float32 and, for the gradient of its weight, the normalised
     input; a matrix keeps its input; attention keeps q, k, v, its output and one float32 per head;
-    silu keeps gate, the product keeps silu(gate) and up. Compiled: what is elementwise is computed
-    again; left are the inputs of matrices, of norms and of attention. Adapters keep the inputs of
-    the matrices, which the matrices share, and what is between their two factors.
+    silu keeps gate, the product keeps silu(gate) and up. Compiled, or with a kernel for norms and
+    one for gates: what is elementwise is computed again; left are the inputs of matrices, of norms,
+    of gates and of attention. Adapters keep the inputs of the matrices, which the matrices share,
+    and what is between their two factors.
     """
     b = f.itemsize
     h = f.hidden
     inner = f.wide
     attention = saved_attention(f)
     gate = {"gate": b * inner, "activated": b * inner} if f.gated else {"activated": b * inner}
+    if f.fused and f.gated:
+        gate.pop("activated")
     if f.rank is not None:
         inputs = {"norm_outputs": 2 * b * h, "product": b * inner}
         return {
-            "norms": 2 * FLOAT * h,
+            "norms": 2 * (b if f.fused else FLOAT) * h,
             **inputs,
             "ranks": 2 * b * f.rank * len(f.linears()),
             **attention,
             **gate,
             "up": b * inner,
         }
-    if f.compiled:
+    if f.compiled or f.fused:
         mlp = {"gate": b * inner} if f.gated else {}
         return {
             "inputs": 2 * b * h,

@@ -26,6 +26,7 @@ from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
 from reinforge.models.device_memory import device_memory
 from reinforge.models.packed import PackedModel
+from reinforge.models.quick_mlp import is_quick
 from reinforge.models.weight_kinds import count_weights
 
 
@@ -157,6 +158,7 @@ def facts_of(model: PackedModel, *, optimizer: OptimizerConfig | None = None) ->
         compiled=any(
             getattr(part, "_compiled_call_impl", None) is not None for part in model.trunk.modules()
         ),
+        fused=is_quick(model.trunk),
         **(optimizer or OptimizerConfig()).facts(),
     )
 

@@ -50,6 +50,7 @@ class ModelFacts:
     targets: tuple[str, ...] | None = None  # modules with an adapter; None: all linear ones
     checkpointing: bool = False
     compiled: bool = False
+    fused: bool = False  # norms and gates are a kernel each: 16 bits on a GPU
     optimizer: str = "adamw"  # its name
     offload: bool = False  # masters and moments in host memory
     split: bool = False  # masters are the weights and what they lack

@@ -22,6 +22,7 @@ from reinforge.models.exact_attention import layout as exact_layout
 from reinforge.models.experts import replace_experts
 from reinforge.models.hand_on import hand_on
 from reinforge.models.mixers import holds_mixer, keeping, recomputed, replace_mixers
+from reinforge.models.quick_mlp import replace_mlps
 from reinforge.models.sequence import SequenceSlices, SliceReading, Ulysses
 from reinforge.models.state import PackedStates, StateFlow
 
@@ -73,6 +74,7 @@ class PackedModel:
             exact_norm.replace_norms(module)
         elif self.device.type == "cuda":
             quick_norm.replace_norms(module)
+            replace_mlps(module)
 
     @property
     def context(self) -> int | None:

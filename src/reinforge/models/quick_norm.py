@@ -1,22 +1,76 @@
-"""RMS norms of an engine on a GPU: one kernel in place of the module's eight.
+"""RMS norms on a GPU: one kernel in place of the module's eight, and one for its gradients.
 
-In the forward of a decode step most kernels belong to norms, and each costs more to start than to
-run. `models.fused_decode` has fewer still, for layers that it knows; this is for all others.
+An engine's decode step would spend more time on starting those than on running them; a pass of
+training would write and read every number of a norm a dozen times, and keep its input in float32.
+`models.fused_decode` has fewer kernels still, for layers that it knows; compiled layers have the
+compiler's.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from reinforge.models.attention import HAS_TRITON
 from reinforge.models.decoding import is_decoding
 from reinforge.models.norms import NormKind, eps_of, kind_of
 
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def takes_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether a kernel computes with these: on a GPU, of one type, as plain tensors (no shapes
+    without numbers, no shards) and not in what the compiler makes kernels of. Float32 trains as
+    transformers computes it.
+    """
+    return (
+        x.is_cuda
+        and x.dtype == weight.dtype
+        and type(x) is Tensor
+        and type(weight) in (Tensor, nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and (is_decoding() or x.dtype in NARROW)
+    )
+
+
+class _KernelNorm(torch.autograd.Function):
+    """Of what it computed with, x, the weight and the gate are kept."""
+
+    @staticmethod
+    def forward(ctx, x, weight, gate, eps, centred):  # type: ignore[no-untyped-def]
+        from reinforge.models.kernels import norm as kernels
+
+        ctx.save_for_backward(x, weight, gate)
+        ctx.eps = eps
+        ctx.centred = centred
+        return kernels.rms_norm(x, weight, eps, centred=centred, gate=gate)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        from reinforge.models.kernels import norm as kernels
+
+        x, weight, gate = ctx.saved_tensors
+        weighs = ctx.needs_input_grad[1]
+        dx, dweight, dgate = kernels.rms_norm_backward(
+            x, weight, ctx.eps, dy, centred=ctx.centred, gate=gate, weighs=weighs
+        )
+        return dx, dweight, dgate, None, None
+
+
+def kernel_norm(
+    x: Tensor, weight: Tensor, eps: float, *, centred: bool = False, gate: Tensor | None = None
+) -> Tensor:
+    """`norms.rms_norm`, `centred_norm` or `gated_norm` of x [..., E], with a gradient."""
+    if gate is not None:
+        gate = gate.expand(x.shape)
+    out: Tensor = _KernelNorm.apply(x, weight, gate, eps, centred)
+    return out
+
 
 class QuickNorm:
-    """The forward of a norm: the kernel while decoding, anywhere else the module's own.
+    """The forward of a norm: the kernel where it can compute it, anywhere else the module's own.
     `replace_norms` makes one per norm.
     """
 
@@ -27,14 +81,12 @@ class QuickNorm:
 
     def forward(self, x: Tensor, *gate: Tensor, **kwargs: Any) -> Tensor:
         module = self.module
-        if not (is_decoding() and x.is_cuda and x.dtype == module.weight.dtype):
+        if not takes_kernel(x, module.weight):
             out: Tensor = type(module).forward(module, x, *gate, **kwargs)
             return out
-        from reinforge.models.kernels import norm as kernels
-
         gates = gate[0] if gate else kwargs.get("gate")
         assert self.eps is not None
-        return kernels.rms_norm(
+        return kernel_norm(
             x, module.weight, self.eps, centred=self.kind is NormKind.CENTRED, gate=gates
         )
 

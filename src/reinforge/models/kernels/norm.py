@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""RMS norms as one kernel. Twins: `models.norms`.
+"""RMS norms as one kernel, and their gradients as another. Twins: `models.norms`.
 
 Legend: N rows, E numbers that are normed together.
 """
@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.kernels.common import early
+from reinforge.models.kernels.common import MULTIPROCESSORS, early
+
+PARTS = 8 * MULTIPROCESSORS  # programs that share the rows of a gradient
 
 
 @triton.jit
@@ -88,6 +90,120 @@ def rms_norm(
         **early(),
     )
     return y
+
+
+@triton.jit
+def _rms_norm_backward(
+    X,
+    GATE,
+    WEIGHT,
+    DY,
+    DX,
+    DGATE,
+    DWEIGHT,
+    N,
+    E,
+    H,
+    each,
+    x_n,
+    x_h,
+    g_n,
+    g_h,
+    eps,
+    CENTRED: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGHS: tl.constexpr,
+    BN: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """One program for `each` rows, BN at a time. With n = x·r, r = 1 / sqrt(mean(x²) + eps) and
+    h = w·∂y: ∂x = r·(h - n·mean(h·n)); DWEIGHT [programs, E] are sums of ∂y·n, if it WEIGHS.
+    """
+    first = tl.program_id(0) * each
+    e = tl.arange(0, BE)
+    weight = tl.load(WEIGHT + e, mask=e < E, other=0.0).to(tl.float32)
+    scale = 1.0 + weight if CENTRED else weight
+    total = tl.zeros([BE], tl.float32)
+    for begin in range(first, first + each, BN):
+        row = (begin + tl.arange(0, BN)).to(tl.int64)
+        there = ((row < N) & (row < first + each))[:, None] & (e < E)[None, :]
+        flat = row[:, None] * E + e[None, :]
+        x_at = (row // H * x_n + row % H * x_h)[:, None] + e[None, :]
+        x = tl.load(X + x_at, mask=there, other=0.0)
+        dtype = x.dtype
+        x = x.to(tl.float32)
+        dy = tl.load(DY + flat, mask=there, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(x * x, 1) / E + eps)[:, None]
+        normed = x * inverse
+        if GATED:
+            g_at = (row // H * g_n + row % H * g_h)[:, None] + e[None, :]
+            gate = tl.load(GATE + g_at, mask=there, other=0.0).to(tl.float32)
+            chance = 1.0 / (1.0 + tl.exp(-gate))
+            slope = chance * (1.0 + gate * (1.0 - chance))
+            dgate = dy * normed * scale[None, :] * slope
+            tl.store(DGATE + flat, dgate.to(DGATE.dtype.element_ty), mask=there)
+            dy = dy * gate * chance
+        if WEIGHS:
+            total += tl.sum(dy * normed, 0)
+        h = dy * scale[None, :]
+        dx = inverse * (h - normed * (tl.sum(h * normed, 1) / E)[:, None])
+        tl.store(DX + flat, dx.to(dtype), mask=there)
+    if WEIGHS:
+        tl.store(DWEIGHT + tl.program_id(0) * E + e, total, mask=e < E)
+
+
+def rms_norm_backward(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    dy: Tensor,
+    *,
+    centred: bool = False,
+    gate: Tensor | None = None,
+    weighs: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x, of the weight (if it `weighs`) and of the gate. Sums over rows are those of
+    parts that depend on nothing but their number.
+    """
+    size = x.shape[-1]
+    count = x.numel() // size
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dgate = None if gate is None else torch.empty(x.shape, dtype=gate.dtype, device=x.device)
+    block = triton.next_power_of_2(size)
+    at_once = max(1, 2048 // block)
+    each = triton.cdiv(triton.cdiv(max(count, 1), PARTS), at_once) * at_once
+    programs = triton.cdiv(count, each)
+    sums = torch.empty(programs if weighs else 0, size, dtype=torch.float32, device=x.device)
+    if count:
+        rows = _rows(x)
+        gates = rows if gate is None else _rows(gate.expand(x.shape))
+        if gates.shape[1] != rows.shape[1]:
+            rows, gates = (part.reshape(1, -1, size) for part in (rows, gates))
+        _rms_norm_backward[(programs,)](
+            rows,
+            gates,
+            weight,
+            dy.contiguous(),
+            dx,
+            dx if dgate is None else dgate,
+            sums,
+            count,
+            size,
+            rows.shape[1],
+            each,
+            rows.stride(0),
+            rows.stride(1),
+            gates.stride(0),
+            gates.stride(1),
+            eps,
+            CENTRED=centred,
+            GATED=gate is not None,
+            WEIGHS=weighs,
+            BN=at_once,
+            BE=block,
+            num_warps=16 if size > 4096 else 8 if size > 2048 else 4,
+        )
+    return dx, sums.sum(0).to(weight.dtype) if weighs else None, dgate
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,0 +1,159 @@
+"""Norms and gated MLPs as one kernel each way, against what transformers computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3_5TextConfig, Qwen3Config
+
+from reinforge.core.batch import Batch
+from reinforge.core.sample import Sample
+from reinforge.models import norms
+from reinforge.models.causal import CausalModel
+from reinforge.models.quick_mlp import QuickMlp, gated, is_gated, kernel_gate
+from reinforge.models.quick_norm import QuickNorm, kernel_norm
+
+pytest.importorskip("triton")
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+EPS = 1e-6
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def formula(kind: str, x: Tensor, weight: Tensor, gate: Tensor | None) -> Tensor:
+    if kind == "gated":
+        assert gate is not None
+        return norms.gated_norm(x, weight, EPS, gate)
+    return {"plain": norms.rms_norm, "centred": norms.centred_norm}[kind](x, weight, EPS)
+
+
+@pytest.mark.parametrize("kind", ["plain", "centred", "gated"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((37, 96), torch.float32), ((5, 3, 40), torch.float16)]
+)
+def test_a_norm_has_the_values_and_gradients_of_its_formula(
+    kind: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    near = 1e-5 if dtype == torch.float32 else 4e-3
+    x, gate, weights = (normal(*shape, seed=i).to(dtype) for i in range(3))
+    weight = normal(shape[-1], seed=3).to(dtype)
+    gates = gate if kind == "gated" else None
+    mine = [t.clone().requires_grad_() for t in (x, weight, gate)]
+    got = kernel_norm(
+        mine[0],
+        mine[1],
+        EPS,
+        centred=kind == "centred",
+        gate=mine[2] if gates is not None else None,
+    )
+    wide = [t.double().requires_grad_() for t in (x, weight, gate)]
+    true = wide[0] * torch.rsqrt(wide[0].pow(2).mean(-1, keepdim=True) + EPS)
+    true = true * (1 + wide[1] if kind == "centred" else wide[1])
+    if kind == "gated":
+        true = true * torch.nn.functional.silu(wide[2])
+    torch.testing.assert_close(got, formula(kind, x, weight, gates), rtol=near, atol=near)
+    (got * weights).sum().backward()
+    (true * weights).sum().backward()
+    for one, two in zip(mine[: 3 if kind == "gated" else 2], wide, strict=False):
+        assert one.grad is not None and two.grad is not None
+        error = (one.grad.double() - two.grad).norm() / two.grad.norm()
+        assert error < near
+
+
+def test_rows_may_lie_apart_and_a_frozen_weight_has_no_gradient() -> None:
+    whole = normal(6, 4, 48)
+    x = whole[:, 1:3, :32].requires_grad_()
+    weight = normal(32, seed=1)
+    (near,) = torch.autograd.grad(kernel_norm(x, weight, EPS).pow(2).sum(), x)
+    (want,) = torch.autograd.grad(norms.rms_norm(x, weight, EPS).pow(2).sum(), x)
+    torch.testing.assert_close(near, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 3000])
+def test_a_gate_has_the_values_and_gradients_of_its_formula(count: int) -> None:
+    parts = [normal(count, seed=i).requires_grad_() for i in range(2)]
+    weights = normal(count, seed=2)
+    got, want = kernel_gate(*parts), gated(*parts)
+    torch.testing.assert_close(got, want)
+    found = torch.autograd.grad((got * weights).sum(), parts)
+    for one, two in zip(found, torch.autograd.grad((want * weights).sum(), parts), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_over_rows_have_the_same_bits_twice() -> None:
+    rows = 4000 if ON_GPU else 40  # the interpreter takes its time for each program
+    x, weight, weights = normal(rows, 64), normal(64, seed=1), normal(rows, 64, seed=2)
+
+    def grads() -> list[Tensor]:
+        parts = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        return list(torch.autograd.grad((kernel_norm(*parts, EPS) * weights).sum(), parts))
+
+    assert all(torch.equal(a, b) for a, b in zip(grads(), grads(), strict=True))
+
+
+class Odd(nn.Module):
+    """An MLP with the names of a gated one and another formula."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = self.up_proj = self.down_proj = nn.Linear(8, 8)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * (self.up_proj(x) + 1))
+
+
+def test_gated_mlps_are_found_by_what_they_compute() -> None:
+    config = Qwen2Config(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=8,
+    )
+    mlp = AutoModelForCausalLM.from_config(config).model.layers[0].mlp
+    assert is_gated(mlp)
+    assert not is_gated(Odd())
+    mlp.act_fn = nn.GELU()
+    assert not is_gated(mlp)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config, Qwen3_5TextConfig])
+def test_a_model_trains_with_them_as_without(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients in bfloat16 are as far from those of float32 as transformers' own are."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    if kind is Qwen3_5TextConfig:
+        heads |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
+        heads |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    config = kind(vocab_size=500, **sizes, **heads)
+    first = AutoModelForCausalLM.from_config(config).to("cuda")
+    tokens = torch.randint(0, 500, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+    sample = Sample.from_tokens("a", tokens, [False] * 10 + [True] * 80)
+
+    def gradients(dtype: torch.dtype, quick: bool) -> Tensor:
+        module = AutoModelForCausalLM.from_config(config)
+        module.load_state_dict(first.state_dict())
+        model = CausalModel(module.to("cuda", dtype))
+        counts = {QuickNorm: 0, QuickMlp: 0}
+        for part in model.module.modules():
+            owner = type(getattr(vars(part).get("forward"), "__self__", None))
+            counts[owner] = counts.get(owner, 0) + 1
+            if owner in (QuickNorm, QuickMlp) and not quick:
+                del part.forward
+        assert counts[QuickNorm] >= 9 and counts[QuickMlp] == 4
+        logprobs = model.logprobs(Batch.pack([sample]).to(model.device), temperature=1.0)[0]
+        logprobs.float().sum().backward()
+        return torch.cat([p.grad.flatten().float() for p in model.module.parameters()])
+
+    true = gradients(torch.float32, quick=False)
+    own, ours = (gradients(torch.bfloat16, quick=quick) for quick in (False, True))
+    errors = [float((found - true).norm() / true.norm()) for found in (own, ours)]
+    assert errors[1] < 1.2 * errors[0] + 1e-3, errors
+    assert not torch.equal(own, ours)  # they are not the same kernels
