@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3_5TextConfig, Qwen3Config
+from transformers.models.glm import modeling_glm
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from reinforge.core.batch import Batch
 from reinforge.core.sample import Sample
@@ -13,6 +16,7 @@ from reinforge.models import norms
 from reinforge.models.causal import CausalModel
 from reinforge.models.quick_mlp import QuickMlp, gated, is_gated, kernel_gate
 from reinforge.models.quick_norm import QuickNorm, kernel_norm
+from reinforge.models.quick_rope import is_usual, kernel_rope, rotated
 
 pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
@@ -82,6 +86,24 @@ def test_a_gate_has_the_values_and_gradients_of_its_formula(count: int) -> None:
     found = torch.autograd.grad((got * weights).sum(), parts)
     for one, two in zip(found, torch.autograd.grad((want * weights).sum(), parts), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [16, 12])
+def test_a_rope_has_the_values_and_gradients_of_its_formula(size: int) -> None:
+    x = normal(7, 3, 20)[None, :, :, :16].transpose(1, 2).requires_grad_()
+    cos, sin = normal(2, 1, 7, size, seed=1)
+    weights = normal(1, 3, 7, 16, seed=2)
+    got, want = kernel_rope(x, cos, sin), rotated(x, cos, sin)
+    torch.testing.assert_close(got, want)
+    (mine,) = torch.autograd.grad((got * weights).sum(), x)
+    (true,) = torch.autograd.grad((want * weights).sum(), x)
+    torch.testing.assert_close(mine, true)
+
+
+def test_ropes_are_found_by_what_they_compute() -> None:
+    assert is_usual(modeling_qwen2.apply_rotary_pos_emb)
+    assert is_usual(modeling_qwen3_5.apply_rotary_pos_emb)
+    assert not is_usual(modeling_glm.apply_rotary_pos_emb)  # pairs of neighbours
 
 
 def test_sums_over_rows_have_the_same_bits_twice() -> None:

@@ -23,6 +23,7 @@ from reinforge.models.experts import replace_experts
 from reinforge.models.hand_on import hand_on
 from reinforge.models.mixers import holds_mixer, keeping, recomputed, replace_mixers
 from reinforge.models.quick_mlp import replace_mlps
+from reinforge.models.quick_rope import replace_rope
 from reinforge.models.sequence import SequenceSlices, SliceReading, Ulysses
 from reinforge.models.state import PackedStates, StateFlow
 
@@ -75,6 +76,7 @@ class PackedModel:
         elif self.device.type == "cuda":
             quick_norm.replace_norms(module)
             replace_mlps(module)
+            replace_rope(module)
 
     @property
     def context(self) -> int | None:
