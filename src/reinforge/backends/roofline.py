@@ -87,10 +87,13 @@ GPUS: dict[str, tuple[float, float]] = {
     "T4": (8, 0.3),
 }
 UNKNOWN = (100.0, 0.8)
-TRAIN_SHARE = {"compiled": 0.45, "eager": 0.3, "cpu": 0.5}  # of the peak flops
-READ_SHARE = 0.72  # of the peak bandwidth, while decoding
+TRAIN_SHARE = {"compiled": 0.45, "fused": 0.44, "eager": 0.3, "cpu": 0.5}  # of the peak flops
+# while decoding: of the peak bandwidth, and of the peak flops
+READ_SHARE = {"cuda": 0.86, "cpu": 0.72}
+PRODUCT_SHARE = {"cuda": 0.55, "cpu": 0.5}
 # of each layer in each decode step, however little it computes
-LAYER_SECONDS = {"compiled": 1.0e-4, "eager": 1.8e-4, "cpu": 2.0e-4}
+LAYER_SECONDS = {"cuda": 1.1e-5, "cpu": 2.0e-4}
+STATE_SECONDS = 8.0e-5  # likewise, of one that keeps state: it has many small kernels
 
 
 def gpu(name: str, memory: int) -> Machine:
@@ -138,8 +141,11 @@ def _repeats(work: Callable[[], object], seconds: float) -> float:
     return 1 / best
 
 
-def _mode(f: ModelFacts, machine: Machine) -> str:
-    return "cpu" if machine.kind == "cpu" else "compiled" if f.compiled else "eager"
+def mode_of(f: ModelFacts, machine: Machine) -> str:
+    """How it trains: a key of `TRAIN_SHARE`."""
+    if machine.kind == "cpu":
+        return "cpu"
+    return "compiled" if f.compiled else "fused" if f.fused else "eager"
 
 
 def forward_flops(f: ModelFacts, tokens: float, length: float) -> float:
@@ -157,29 +163,48 @@ def train_seconds(f: ModelFacts, machine: Machine, work: StepWork) -> float:
     """
     forward = forward_flops(f, work.tokens, work.prompt_tokens + work.new_tokens)
     updates = work.epochs * (3 - (f.rank is not None) + f.checkpointing) * (2 if work.critic else 1)
-    return forward * (updates + work.passes) / (machine.flops * TRAIN_SHARE[_mode(f, machine)])
+    return forward * (updates + work.passes) / (machine.flops * TRAIN_SHARE[mode_of(f, machine)])
 
 
 def generate_seconds(f: ModelFacts, machine: Machine, work: StepWork) -> float:
-    """Prefill once per prompt; each decode step reads the weights and the cache once, does its
-    flops, and pays for each layer.
+    """Prefill once per prompt; each decode step reads the weights or does its products, whichever
+    takes longer, then reads the cache, and pays for each layer.
     """
     if not work.new_tokens:
         return 0.0
-    mode = _mode(f, machine)
-    speed = machine.flops * TRAIN_SHARE[mode]
-    bandwidth = machine.bandwidth * READ_SHARE
     rows = min(work.samples, work.max_batch)
     length = work.prompt_tokens + work.new_tokens / 2
-    prefill = (
-        forward_flops(f, work.samples / work.group * work.prompt_tokens, work.prompt_tokens) / speed
-    )
-    reads = (
-        weight_bytes(replace(f, shards=None)) + rows * kv_token_bytes(f, work.fp8_cache) * length
-    )
+    prefill = forward_flops(
+        f, work.samples / work.group * work.prompt_tokens, work.prompt_tokens
+    ) / (machine.flops * TRAIN_SHARE[mode_of(f, machine)])
+    weights = weights_read(f, rows)
     if work.fp8:
-        reads -= f.body() * (f.itemsize - 1)
-    step = LAYER_SECONDS[mode] * f.layers + max(
-        reads / bandwidth, forward_flops(f, rows, 2 * length) / speed
-    )
+        weights *= 1 - f.body() * (f.itemsize - 1) / weight_bytes(replace(f, shards=None))
+    cache = rows * kv_token_bytes(f, work.fp8_cache) * length
+    step = decode_seconds(f, machine, rows, weights, cache) + layer_seconds(f, machine.kind)
     return prefill + work.new_tokens * work.samples / rows * step
+
+
+def weights_read(f: ModelFacts, rows: float) -> float:
+    """Bytes of weights that a decode step of so many rows reads: of the experts those that at least
+    one row goes to.
+    """
+    touched = 1 - (1 - f.active / f.experts) ** rows if f.experts > 1 else 1.0
+    return weight_bytes(replace(f, shards=None)) - f.body() * f.itemsize * (1 - touched)
+
+
+def decode_seconds(
+    f: ModelFacts, machine: Machine, rows: float, weights: float, cache: float
+) -> float:
+    """Of one step that reads so many bytes of weights and of cache; what layers take however little
+    they compute is `layer_seconds`.
+    """
+    bandwidth = machine.bandwidth * READ_SHARE[machine.kind]
+    products = forward_flops(f, rows, 0.0) / (machine.flops * PRODUCT_SHARE[machine.kind])
+    return max(weights / bandwidth, products) + cache / bandwidth
+
+
+def layer_seconds(f: ModelFacts, kind: str) -> float:
+    if kind == "cuda" and f.state is not None:
+        return LAYER_SECONDS[kind] * f.attending + STATE_SECONDS * (f.layers - f.attending)
+    return LAYER_SECONDS[kind] * f.layers

@@ -56,6 +56,9 @@ MEMORY_GIB = {
 }
 LINK_SHARE = 0.8  # of a link's peak that collectives reach
 HOP_SECONDS = {"node": 8e-6, "net": 3e-5}  # of one small all-reduce
+# while a server decodes: of the peak bandwidth, and of each layer, however little it computes
+SERVED_READ_SHARE = 0.72
+SERVED_LAYER_SECONDS = {"compiled": 1.0e-4, "eager": 1.8e-4}
 WEIGHTS_SHARE = 0.6  # of an engine's memory that weights may take; the rest is for the cache
 CACHE_SHARE = 0.9
 SYNC_SECONDS = 1.0  # to pause engines, hand the weights over, and go on
@@ -223,12 +226,12 @@ class ReplicaTimes:
         flops = forward_flops(f, rows, 2 * length)
         compute = (
             max(
-                reads / (m.bandwidth * roofline.READ_SHARE),
+                reads / (m.bandwidth * SERVED_READ_SHARE),
                 flops / (m.flops * roofline.TRAIN_SHARE[mode]),
             )
             / self.size
         )
-        return roofline.LAYER_SECONDS[mode] * f.layers + compute + self._reduce(rows)
+        return SERVED_LAYER_SECONDS[mode] * f.layers + compute + self._reduce(rows)
 
     def _reduce(self, rows: float) -> float:
         """Two all-reduces of every layer's output over the GPUs of the replica."""
