@@ -45,6 +45,7 @@ class Written:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     reason: str = "length"  # length | stop | abort
+    matched: int | str | None = None  # the token or string that it stopped at
 
 
 def load(folder: str) -> list[list[float]]:
@@ -75,6 +76,8 @@ def exists(variable: str) -> bool:
 
 class BigramStub:
     """A server with a bigram model. A subclass has `answer`."""
+
+    notices_after = 0.0  # seconds: that a client has left, whose request then is aborted
 
     def __init__(self, folder: str, key: str | None = None):
         """`key`: what every request must bring; None: nothing."""
@@ -152,8 +155,10 @@ class BigramStub:
                 done.tokens.append(last)
                 done.logprobs.append(logp[last])
                 text = "".join(LETTERS[token % 8] for token in done.tokens if token > 2)
-                if last in stops or any(string in text for string in strings):
+                found = [string for string in strings if string in text]
+                if found or last in stops:
                     done.reason = "stop"
+                    done.matched = found[0] if found else last
                     break
         finally:
             self.held.discard(me)
@@ -203,6 +208,7 @@ class BigramStub:
                 )
                 await writer.drain()
             else:
+                await asyncio.wait({work}, timeout=self.notices_after)
                 work.cancel()  # the client has left: what it asked for is aborted
             gone.cancel()
         writer.close()

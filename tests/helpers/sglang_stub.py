@@ -1,12 +1,16 @@
-"""A server that speaks SGLang's HTTP API as its 0.5.23 sources have it."""
+"""A server that speaks SGLang's HTTP API as its sources have it, 0.5.17 to 0.5.23."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import os
+import sys
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from helpers.bigram_stub import BigramStub, Written
 from helpers.ledger_gpus import SERVER, ServerLedger
@@ -15,7 +19,13 @@ STARTED_AS = "sglang.launch_server"  # the module that the dialect starts, which
 NOT_FOUND = (404, {"detail": "Not Found"})
 
 
+class Refused(Exception):
+    """Answered with 400."""
+
+
 class SglangStub(BigramStub):
+    notices_after = 0.5
+
     def __init__(self, args: argparse.Namespace):
         super().__init__(args.model_path, args.api_key)
         self.args = args
@@ -23,6 +33,8 @@ class SglangStub(BigramStub):
         self.version = "default"
         self.memory: set[str] = {"weights", "kv_cache"}
         self.ledger = ServerLedger()
+        config = json.loads((Path(args.model_path) / "config.json").read_text())
+        self.eos = config["eos_token_id"]
 
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "memory": sorted(self.memory), "args": vars(self.args)}
@@ -31,17 +43,21 @@ class SglangStub(BigramStub):
         self, rid: str, tokens: list[int], asked: dict[str, Any], done: Written | None = None
     ) -> dict[str, Any]:
         assert self.memory == {"weights", "kv_cache"}, "generating in its sleep"
+        if len(tokens) >= self.args.context_length - 6:
+            raise Refused(f"the input is too long for a context of {self.args.context_length}")
+        room = self.args.context_length - 2 - len(tokens)
+        stops = {*asked.get("stop_token_ids", ()), self.eos}
         done = await self.sample(
             tokens,
-            asked["max_new_tokens"],
+            min(asked["max_new_tokens"], room),
             temperature=asked.get("temperature", 1.0),
             seed=asked.get("sampling_seed"),
-            stops=asked.get("stop_token_ids", ()),
+            stops=() if asked.get("ignore_eos") else stops,
             strings=asked.get("stop", ()),
             done=done,
             **{name: asked[name] for name in ("top_p", "top_k", "min_p") if name in asked},
         )
-        return self.told(rid, tokens, done, {"type": done.reason})
+        return self.told(rid, tokens, done, {"type": done.reason, "matched": done.matched})
 
     def told(
         self, rid: str, tokens: list[int], done: Written, end: dict[str, Any] | None
@@ -67,9 +83,15 @@ class SglangStub(BigramStub):
         }
 
     async def answer(self, path: str, body: Any) -> tuple[int, Any]:
-        match path:
+        asked = urlsplit(path)
+        match asked.path:
             case "/generate":
-                return 200, await self.generate(body)
+                try:
+                    return 200, await self.generate(body)
+                except Refused as error:
+                    return 400, {"error": {"message": str(error)}}
+            case "/flush_cache":
+                return await self.flush(float(parse_qs(asked.query)["timeout"][0]))
             case "/health_generate":
                 await self.write("HEALTH_CHECK", [1], {"max_new_tokens": 1})
                 self.ledger.event("is ready")
@@ -86,6 +108,7 @@ class SglangStub(BigramStub):
                 assert body["abort_all"]
                 self.abort()
             case "/release_memory_occupation":
+                self.die_unless_idle()
                 self.memory -= set(body["tags"])
                 self.ledger.resize("sleeps", 0)
             case "/resume_memory_occupation":
@@ -105,7 +128,7 @@ class SglangStub(BigramStub):
         return list(await asyncio.gather(*(self.write(*one) for one in asked)))
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[str, None]:
-        """Events as its 0.5.23 writes them: of one answer each, with all tokens so far."""
+        """Events as it writes them: of one answer each, with all tokens so far."""
         asked = list(zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True))
         written = [Written() for _ in asked]
         tasks = [
@@ -133,13 +156,22 @@ class SglangStub(BigramStub):
             for task in tasks:
                 task.cancel()
 
-    def update(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def flush(self, timeout: float) -> tuple[int, Any]:
+        """Waits until nothing runs."""
+        for _ in range(int(timeout * 100)):
+            if not self.running:
+                return 200, "Cache flushed."
+            await asyncio.sleep(0.01)
+        return 400, "Timed out waiting for idle state."
+
+    def die_unless_idle(self) -> None:
+        """As its scheduler does, by an assertion, and the server with it."""
         if self.running:
-            return 400, {
-                "success": False,
-                "message": "requests are running",
-                "num_paused_requests": 0,
-            }
+            print("AssertionError: only when server is idle", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def update(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.die_unless_idle()
         assert body["flush_cache"]
         self.load(body["model_path"])
         self.ledger.event(f"loads {body['weight_version']}")

@@ -15,6 +15,7 @@ import httpx2
 from reinforge.core.errors import InputError
 
 JSON = {"content-type": "application/json"}
+ABORTED = 499  # the status of a request that was aborted
 
 
 class ServerDown(RuntimeError):
@@ -29,6 +30,12 @@ class ServerFault(ServerDown):
     """
 
 
+class RequestAborted(ServerFault):
+    """An answer that says that the request was aborted, as it was told to. `ServerClient` raises
+    it; a dialect gives outputs that end with `abort`.
+    """
+
+
 class ServerClient:
     """The connection to one server. A `Replica` has one; dialects send every request through it.
 
@@ -39,6 +46,7 @@ class ServerClient:
     | 2xx | its JSON; the plain text where it is no object or list |
     | 401, 403 | `InputError`: the key is wrong |
     | 404 | `InputError`: the server does not know the path, with the advice `unknown_path` |
+    | 499 | `RequestAborted` |
     | other 4xx | `InputError`: the server refuses what was asked for |
     | 502, 503, 504, "EngineDead" | `ServerDown`: the server is replaced and another one asked |
     | no answer, or none in time | `ServerDown` |
@@ -124,6 +132,8 @@ class ServerClient:
                 where="engine.address",
                 fix=self.unknown_path,
             )
+        if reply.status_code == ABORTED:
+            raise RequestAborted(f"{self.address}{path}: {said}")
         if 400 <= reply.status_code < 500:
             raise InputError(
                 f"{self.address}{path} refuses: {said}",

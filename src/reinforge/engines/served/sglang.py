@@ -1,8 +1,8 @@
-"""SGLang as a server of our own, over its HTTP API (0.5.23).
+"""SGLang as a server of our own, over its HTTP API (0.5.17 to 0.5.23).
 
 No plug-in: weights go through a directory of safetensors that it loads.
 
-Read from its sources and run against a stub that speaks this API
+Tests run against a stub that speaks this API as its sources have it
 (tests/helpers/sglang_stub.py); its packages need CUDA.
 """
 
@@ -28,9 +28,18 @@ from reinforge.engines.served.dialect import (
     given_options,
     options,
 )
-from reinforge.engines.served.http import ServerClient, ServerDown, ServerFault
+from reinforge.engines.served.http import (
+    ABORTED,
+    RequestAborted,
+    ServerClient,
+    ServerDown,
+    ServerFault,
+)
 
 SEEDS = 2**31
+# Of its context SGLang keeps some for itself: a prompt may have 6 tokens fewer, and prompt and
+# answer 2
+SPARE = 8
 TELL_EVERY = 8  # tokens, where they are told as they come
 KEY = "REINFORGE_SGLANG_KEY"
 # SGLang takes its key only as an argument, and those of a process are there for every user to read:
@@ -48,7 +57,7 @@ class Sglang:
 
     name = "sglang"
     channels: tuple[str, ...] = ("safetensors",)
-    unknown_path = "Start an SGLang server of version 0.5.23 or later: docs/engines.md."
+    unknown_path = "Start an SGLang server of version 0.5.17 or later: docs/engines.md."
 
     def __init__(self) -> None:
         self.staged: dict[str, Mapping[str, Any]] = {}  # address -> what it is to load
@@ -60,9 +69,7 @@ class Sglang:
             "port": port,
             "dtype": setup.dtype,
             "random-seed": setup.seed % SEEDS,
-            "context-length": min(
-                setup.context, max(64, setup.longest + 1) if setup.longest else setup.context
-            ),
+            "context-length": min(setup.context, max(64, setup.longest or setup.context)) + SPARE,
             "max-running-requests": setup.max_batch,
             "mem-fraction-static": setup.cfg.memory,
         }
@@ -72,11 +79,20 @@ class Sglang:
             args["enable-memory-saver"] = True
         if setup.device == "cpu":
             args["device"] = "cpu"
-        return [python, "-c", BOOT, *options({**args, **given_options(setup)})]
+        asked = {**args, **given_options(setup)}
+        # its switches are off where they are not named, and most know no --no- form
+        named = {name: value for name, value in asked.items() if value is not False}
+        return [python, "-c", BOOT, *options(named)]
 
     def environment(self, setup: ServerSetup, key: str) -> dict[str, str]:
-        # log-probs after temperature: those of sampling
-        return {KEY: key, "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+        found = {
+            KEY: key,
+            # log-probs after temperature: those of sampling
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+            # `SPARE`: nothing is ever written there
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        }
+        return found | ({"SGLANG_USE_CPU_ENGINE": "1"} if setup.device == "cpu" else {})
 
     async def status(self, http: ServerClient, setup: ServerSetup) -> dict[str, Any]:
         await http.get("/health_generate", timeout=ASK)
@@ -97,7 +113,7 @@ class Sglang:
             "top_k": params.top_k or -1,
             "min_p": params.min_p,
             "stop_token_ids": sorted(stops),
-            "ignore_eos": True,
+            "ignore_eos": not stops,  # true: the stop tokens count no more either
             "skip_special_tokens": False,
             "no_stop_trim": True,
         }
@@ -119,13 +135,22 @@ class Sglang:
             "return_logprob": True,
             "rid": [uuid.uuid4().hex for _ in requests],
         }
+        # whatever a grammar ends with is an end
+        ends = stops if params.constraint is None else None
         if on_output is not None:
-            return await self._told(http, body, on_output)
-        answers = await http.post("/generate", body)
-        return [_output(answer, _drawn(answer)) for answer in answers]
+            return await self._told(http, body, ends, on_output)
+        try:
+            answers = await http.post("/generate", body)
+        except RequestAborted:  # all of them, before they had begun
+            return [SampleOutput([], [], "abort") for _ in requests]
+        return [_output(answer, _drawn(answer), ends) for answer in answers]
 
     async def _told(
-        self, http: ServerClient, body: dict[str, Any], on_output: OnOutput
+        self,
+        http: ServerClient,
+        body: dict[str, Any],
+        stops: frozenset[int] | None,
+        on_output: OnOutput,
     ) -> list[SampleOutput]:
         """The answers as they come, events of one line each."""
         places = {name: i for i, name in enumerate(body["rid"])}
@@ -137,6 +162,10 @@ class Sglang:
                 if not line.startswith("data: {"):
                     continue
                 answer = json.loads(line.removeprefix("data: "))
+                if answer.get("error", {}).get("code") == ABORTED:
+                    left = (i for i in range(len(places)) if i not in ends)
+                    ends |= {i: _parts(untold[i], "abort") for i in left}
+                    break
                 if "meta_info" not in answer:
                     raise ServerFault(f"{http.address}/generate: {line[:600]}")
                 i = places[answer["meta_info"]["id"]]
@@ -144,9 +173,9 @@ class Sglang:
                 known[i] += len(new)
                 untold[i] += new
                 if answer["meta_info"].get("finish_reason"):
-                    ends[i] = _output(answer, untold[i])
+                    ends[i] = _output(answer, untold[i], stops)
                 else:
-                    on_output(i, _output(answer, untold[i][:-1]))
+                    on_output(i, _parts(untold[i][:-1], "abort"))
                     untold[i] = untold[i][-1:]
         if len(ends) < len(places):
             raise ServerDown(f"{http.address}/generate: the answer breaks off")
@@ -178,26 +207,35 @@ class Sglang:
     async def commit(
         self, http: ServerClient, version: int, fix_head: bool, keep: bool = False
     ) -> float:
-        """SGLang loads, rolls back if that fails, and empties its cache."""
+        """SGLang loads, rolls back if that fails, and empties its cache. Weights that it cannot
+        load are a 400.
+        """
         message = self.staged.pop(http.address, None)
         if message is None or message["version"] != version:
             raise ServerDown(
                 f"weights of version {version} were to be served by {http.address}, but they are"
                 " not staged"
             )
-        reply = await http.post(
+        await self._idle(http)
+        await http.post(
             "/update_weights_from_disk",
             {"model_path": message["folder"], "weight_version": str(version), "flush_cache": True},
             timeout=LOAD,
         )
-        if not reply["success"]:
-            raise ServerDown(f"{http.address} did not load the weights: {reply['message']}")
         return 0.0
 
     async def abort(self, http: ServerClient) -> None:
         await http.post("/abort_request", {"rid": "", "abort_all": True}, timeout=ASK)
 
+    async def _idle(self, http: ServerClient) -> None:
+        """Nothing runs any more. Its scheduler dies of an update and of a release while anything
+        does, and what a caller left it notices seconds later.
+        """
+        await self.abort(http)
+        await http.post(f"/flush_cache?timeout={ASK:.0f}", timeout=2 * ASK)
+
     async def sleep(self, http: ServerClient, level: int) -> None:
+        await self._idle(http)
         await http.post("/release_memory_occupation", {"tags": _tags(level)}, timeout=LOAD)
 
     async def wake(self, http: ServerClient, level: int) -> None:
@@ -214,11 +252,21 @@ def _drawn(answer: dict[str, Any], known: int = 0) -> list[Any]:
     return drawn
 
 
-def _output(answer: dict[str, Any], drawn: Sequence[Any]) -> SampleOutput:
+def _output(
+    answer: dict[str, Any], drawn: Sequence[Any], stops: frozenset[int] | None
+) -> SampleOutput:
+    """A finished answer. One that ended at a token which is not among `stops`, the model's own end
+    of sequence, goes on after it. None: an end at any token is one.
+    """
+    end = answer["meta_info"]["finish_reason"]
+    matched = end.get("matched")
+    foreign = isinstance(matched, int) and stops is not None and matched not in stops
+    return _parts(drawn, "abort" if foreign else end["type"])
+
+
+def _parts(drawn: Sequence[Any], reason: str) -> SampleOutput:
     return SampleOutput(
-        [int(token) for _, token, *_ in drawn],
-        [float(logprob) for logprob, *_ in drawn],
-        (answer["meta_info"].get("finish_reason") or {}).get("type", "abort"),
+        [int(token) for _, token, *_ in drawn], [float(logprob) for logprob, *_ in drawn], reason
     )
 
 
