@@ -76,11 +76,15 @@ class SglangStub(BigramStub):
                 "weight_version": self.version,
                 "output_token_logprobs": [[logprob, token, None] for logprob, token in drawn],
                 "input_token_logprobs": [
-                    [None, tokens[0], None],
-                    *([logprob, token, None] for logprob, token in scores),
+                    [None, self.clipped(tokens[0]), None],
+                    *([logprob, self.clipped(token), None] for logprob, token in scores),
                 ],
             },
         }
+
+    def clipped(self, token: int) -> int:
+        """As it tells the tokens of a prompt: the last of the vocabulary may be an image's."""
+        return token if token < len(self.table) - 1 else 0
 
     async def answer(self, path: str, body: Any) -> tuple[int, Any]:
         asked = urlsplit(path)

@@ -191,7 +191,11 @@ class Sglang:
         found = (await http.post("/generate", body, timeout=LOAD))["meta_info"][
             "input_token_logprobs"
         ]
-        if [int(token) for _, token, *_ in found] != list(tokens):
+        told = [int(token) for _, token, *_ in found]
+        # it tells the last of the vocabulary as 0
+        if len(told) != len(tokens) or any(
+            said not in (token, 0) for said, token in zip(told, tokens, strict=True)
+        ):
             raise ServerDown(f"{http.address} scored other tokens than it was given")
         return [0.0, *(float(logprob) for logprob, *_ in found[1:])]
 
