@@ -57,6 +57,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--engine-path", default="", help="the server's PYTHONPATH; default: ours")
     parser.add_argument("--engine-memory", type=float, default=0.3, help="share of the GPU")
     parser.add_argument("--attention", help="SGLang's --attention-backend; default: its own choice")
+    parser.add_argument("--engine-args", default="{}", help="more options of SGLang's, as JSON")
     parser.add_argument("--unseeded", action="store_true", help="no deterministic inference")
     parser.add_argument("--sleep", choices=("never", "cache", "all"), default="all")
     parser.add_argument("--start-seconds", type=float, default=120.0)
@@ -66,7 +67,9 @@ def arguments() -> argparse.Namespace:
 
 
 def make_engine(args: argparse.Namespace, model: CausalModel, folder: Path) -> ServedEngine:
-    extra = {"attention-backend": args.attention} if args.attention else {}
+    extra = json.loads(args.engine_args)
+    if args.attention:
+        extra["attention-backend"] = args.attention
     cfg = EngineConfig.model_validate(
         {
             "python": args.engine_python,
