@@ -116,13 +116,18 @@ def head_bytes(f: ModelFacts, tokens: int, device: str = "cuda") -> int:
     return weights * FLOAT + max(chunk + weights * f.itemsize, 2 * chunk if several else 0)
 
 
+def is_fused(f: ModelFacts) -> bool:
+    """Float32 trains as transformers computes it."""
+    return f.fused and f.itemsize < FLOAT
+
+
 def saved_attention(f: ModelFacts) -> dict[str, int]:
     """Of what `saved` lists, the part of attention. Norms of queries and keys keep what the other
     norms keep of their inputs.
     """
     b = f.itemsize
     normed = f.query + f.key if f.head_norms else 0
-    if f.fused or (f.compiled and f.rank is None):
+    if is_fused(f) or (f.compiled and f.rank is None):
         norms = b * normed
     else:
         norms = normed * (FLOAT if f.rank is not None else FLOAT + b)
@@ -159,19 +164,19 @@ def saved(f: ModelFacts) -> dict[str, int]:
     inner = f.wide
     attention = saved_attention(f)
     gate = {"gate": b * inner, "activated": b * inner} if f.gated else {"activated": b * inner}
-    if f.fused and f.gated:
+    if is_fused(f) and f.gated:
         gate.pop("activated")
     if f.rank is not None:
         inputs = {"norm_outputs": 2 * b * h, "product": b * inner}
         return {
-            "norms": 2 * (b if f.fused else FLOAT) * h,
+            "norms": 2 * (b if is_fused(f) else FLOAT) * h,
             **inputs,
             "ranks": 2 * b * f.rank * len(f.linears()),
             **attention,
             **gate,
             "up": b * inner,
         }
-    if f.compiled or f.fused:
+    if f.compiled or is_fused(f):
         mlp = {"gate": b * inner} if f.gated else {}
         return {
             "inputs": 2 * b * h,

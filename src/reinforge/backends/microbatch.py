@@ -158,7 +158,7 @@ def facts_of(model: PackedModel, *, optimizer: OptimizerConfig | None = None) ->
         compiled=any(
             getattr(part, "_compiled_call_impl", None) is not None for part in model.trunk.modules()
         ),
-        fused=is_quick(model.trunk),
+        fused=model.device.type == "cuda" and is_quick(model.trunk),
         **(optimizer or OptimizerConfig()).facts(),
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from reinforge.backends.memory_model import kv_token_bytes, weight_bytes
+from reinforge.backends.memory_model import is_fused, kv_token_bytes, weight_bytes
 from reinforge.core.model_facts import ModelFacts
 
 
@@ -145,7 +145,7 @@ def mode_of(f: ModelFacts, machine: Machine) -> str:
     """How it trains: a key of `TRAIN_SHARE`."""
     if machine.kind == "cpu":
         return "cpu"
-    return "compiled" if f.compiled else "fused" if f.fused else "eager"
+    return "compiled" if f.compiled else "fused" if is_fused(f) else "eager"
 
 
 def forward_flops(f: ModelFacts, tokens: float, length: float) -> float:

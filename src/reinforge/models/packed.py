@@ -73,7 +73,7 @@ class PackedModel:
         self.mixers = replace_mixers(module)
         if exact:
             exact_norm.replace_norms(module)
-        elif self.device.type == "cuda":
+        elif torch.cuda.is_available():  # it may be moved there later
             quick_norm.replace_norms(module)
             replace_mlps(module)
             replace_rope(module)

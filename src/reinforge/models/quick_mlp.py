@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reinforge.models.attention import HAS_TRITON
-from reinforge.models.quick_norm import NARROW, takes_kernel
+from reinforge.models.quick_norm import takes_kernel
 
 PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
@@ -86,10 +86,9 @@ def replace_mlps(module: nn.Module) -> int:
 
 
 def is_quick(module: nn.Module) -> bool:
-    """Whether a kernel computes its norms and gates where it is trained."""
+    """Whether a kernel computes its norms and gates where it is trained in 16 bits on a GPU."""
     return any(
         isinstance(getattr(vars(part).get("forward"), "__self__", None), QuickMlp)
-        and next(part.parameters()).dtype in NARROW
         for part in module.modules()
     )
 

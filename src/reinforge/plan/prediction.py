@@ -89,7 +89,7 @@ def expected(
         rank=adapter.rank if adapter else None,
         checkpointing=cfg.model.gradient_checkpointing,
         compiled=cfg.model.compile and machine.kind == "cuda",
-        fused=machine.kind == "cuda" and cfg.model.dtype != "float32" and not cfg.model.exact,
+        fused=machine.kind == "cuda" and not cfg.model.exact,
         shards=ranks_planned(cfg) if cfg.train.backend == "fsdp" else None,
         **cfg.train.optimizer.facts(),
     )

@@ -98,7 +98,7 @@ def facts_of(cfg: Config) -> ModelFacts:
         targets=targets,
         checkpointing=cfg.model.gradient_checkpointing,
         compiled=cfg.model.compile,
-        fused=cfg.model.dtype != "float32" and not cfg.model.exact,
+        fused=not cfg.model.exact,
     )
 
 
