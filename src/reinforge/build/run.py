@@ -62,8 +62,8 @@ class ConfigTrainer:
             yield step
 
     def run(self) -> RunResult:
-        """All steps that are left; then the run is closed. Of a run that has none left nothing is
-        loaded, unless its caller has given what only a run that is opened can serve.
+        """All steps that are left; then the run is closed. Where none is left nothing is loaded,
+        unless a model or callbacks were given as objects.
         """
         if (done := self._finished_before()) is not None:
             return self._tell_finished(done)
