@@ -757,7 +757,7 @@ def register_group_engine() -> None:
         @staticmethod
         def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
             """vLLM 0.26 asks every engine for it, and calls it in no worker."""
-            raise NotImplementedError("weights/group.py sends them")
+            raise RuntimeError("weights/group.py sends them")
 
     WeightTransferEngineFactory.register_engine(GROUP, GroupEngine)
 
