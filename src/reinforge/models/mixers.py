@@ -117,12 +117,8 @@ def _convolution(plain: Primitive, functions: dict[str, Any]) -> Primitive:
         if mixer is None:
             out: Tensor = plain(x, weight, bias, activation=activation, **kwargs)
             return out
-        from transformers.activations import ACT2FN
-
         assert x.shape[0] == 1, f"packed forward has batch size 1, got {x.shape[0]}"
-        found = mixer.flow.convolve(mixer.key(), x[0].t(), weight, bias)
-        if activation is not None:
-            found = ACT2FN[activation](found)
+        found = mixer.flow.convolve(mixer.key(), x[0].t(), weight, bias, activation)
         return found.t()[None]
 
     return convolution

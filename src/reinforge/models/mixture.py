@@ -44,8 +44,15 @@ class _SecondModelStates:
     def _key(self, key: StateKey) -> StateKey:
         return key[0] + self.layers, key[1], key[2]
 
-    def convolve(self, key: StateKey, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.states.convolve(self._key(key), x, weight, bias)
+    def convolve(
+        self,
+        key: StateKey,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None = None,
+    ) -> Tensor:
+        return self.states.convolve(self._key(key), x, weight, bias, activation)
 
     def scan(self, key: StateKey, rule: Recurrence, parts: Sequence[Tensor]) -> Tensor:
         return self.states.scan(self._key(key), rule, parts)

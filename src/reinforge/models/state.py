@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from reinforge.core.arrays import ints, to_device
-from reinforge.models.attention import HAS_TRITON, tile_runs
+from reinforge.models.attention import tile_runs
+from reinforge.models.convolution import SILU, TapRows, activated, has_kernel, tap_by_tap
 from reinforge.models.exact import RowWiseMode
 from reinforge.models.segment_table import SegmentTable
 
@@ -62,8 +63,17 @@ class Recurrence(Protocol):
 class StateFlow(Protocol):
     """Where the state of each segment of a forward comes from, and where it goes."""
 
-    def convolve(self, key: StateKey, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The causal convolution of each channel: x [N, C], weight [C, K] -> [N, C]."""
+    def convolve(
+        self,
+        key: StateKey,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None = None,
+    ) -> Tensor:
+        """The causal convolution of each channel, and the activation behind it by the name that
+        transformers has for it: x [N, C], weight [C, K] -> [N, C].
+        """
         ...
 
     def scan(self, key: StateKey, rule: Recurrence, parts: Sequence[Tensor]) -> Tensor:
@@ -146,47 +156,6 @@ def _padded_rows(lengths: list[int], begins: list[int]) -> tuple[Tensor, Tensor]
     return index.reshape(-1), (within < size).reshape(-1)
 
 
-def _tap_index(lengths: list[int], taps: int, before: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Segments with the taps - 1 inputs before each: where [N + S (taps - 1)] places come from, and
-    where the outputs of the N tokens are. `before`: rows of the inputs before each segment.
-    """
-    places: list[Tensor] = []
-    outputs: list[Tensor] = []
-    row = 0
-    at = 0
-    for n, rows in zip(lengths, before, strict=True):
-        places += [ints(rows), torch.arange(row, row + n)]
-        outputs.append(torch.arange(at, at + n))
-        row += n
-        at += n + taps - 1
-    return torch.cat(places), torch.cat(outputs)
-
-
-def _convolved(
-    x: Tensor, weight: Tensor, bias: Tensor | None, places: Tensor, outputs: Tensor
-) -> Tensor:
-    """x [rows, C]; each output sees its place and the K - 1 before it."""
-    if RowWiseMode.active():
-        taps = torch.arange(weight.shape[1], device=x.device)
-        index = places.index_select(0, (outputs[:, None] + taps).flatten())
-        return _tap_by_tap(
-            x.index_select(0, index).view(len(outputs), -1, x.shape[1]), weight, bias
-        )
-    line = x.index_select(0, places).t()[None].to(weight.dtype)
-    out = F.conv1d(line, weight[:, None], bias, groups=weight.shape[0])[0].t()
-    return out.index_select(0, outputs).to(x.dtype)
-
-
-def _tap_by_tap(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Of inputs [N, K, C], one tap after the other in float32: a library may add up in another
-    order for another number of tokens.
-    """
-    total = torch.zeros_like(inputs[:, 0], dtype=torch.float32)
-    for x, w in zip(inputs.unbind(1), weight.unbind(1), strict=True):
-        total = total + x.float() * w.float()
-    return (total if bias is None else total + bias.float()).to(inputs.dtype)
-
-
 @dataclass(slots=True)
 class PackedStates:
     """The states of a pack: every segment begins with nothing, or with the state at the end of the
@@ -198,20 +167,26 @@ class PackedStates:
     prefix: list[int] | None = None  # which segment each one continues, -1 = none
     # of one sequence, as they were seen
     shapes: dict[StateKey, StateShape] = field(default_factory=dict)
-    _taps: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _taps: dict[int, TapRows] = field(default_factory=dict)
     _waves: list[_Wave] = field(default_factory=list)
     _parents: Tensor | None = None  # [S2] of the second wave: which of the first wave it continues
     _order: Tensor | None = None  # [N] of what the waves gave; None: as it lies
     _table: SegmentTable | None = None  # the segments as kernels read them
 
-    def convolve(self, key: StateKey, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(
+        self,
+        key: StateKey,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None = None,
+    ) -> Tensor:
         taps = weight.shape[1]
         self.shapes[key] = ((taps - 1, x.shape[1]), x.dtype)
         if taps not in self._taps:
-            places, outputs = _tap_index(self.lengths, taps, self._inputs_before(taps - 1))
-            self._taps[taps] = to_device(places, self.device), to_device(outputs, self.device)
-        nothing = x.new_zeros(1, x.shape[1])
-        return _convolved(torch.cat([x, nothing]), weight, bias, *self._taps[taps])
+            before = self._inputs_before(taps - 1)
+            self._taps[taps] = TapRows.of(self.lengths, before, sum(self.lengths), self.device)
+        return self._taps[taps].convolve(x, weight, bias, activation)
 
     def _inputs_before(self, count: int) -> list[list[int]]:
         nothing = sum(self.lengths)
@@ -293,7 +268,8 @@ class PieceStates:
     store: StateStore
     slots: Tensor  # [S]
     begun: Tensor  # [S] bool: whether a piece before it was computed
-    _taps: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    # and which rows are the last inputs of each segment
+    _taps: dict[int, tuple[TapRows, Tensor]] = field(default_factory=dict)
     _wave: _Wave | None = None
 
     def _held(self, key: StateKey) -> Tensor:
@@ -301,29 +277,32 @@ class PieceStates:
         begun = self.begun.view(-1, *[1] * (held.ndim - 1))
         return torch.where(begun, held, torch.zeros_like(held))
 
-    def convolve(self, key: StateKey, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(
+        self,
+        key: StateKey,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None = None,
+    ) -> Tensor:
         taps = weight.shape[1]
         if taps not in self._taps:
-            places, outputs = self._tap_rows(taps - 1)
-            # the last inputs of each segment
-            ends = outputs[torch.tensor(self.lengths).cumsum(0) - 1] + taps - 1
-            tail = places[(ends[:, None] - torch.arange(taps - 2, -1, -1)).reshape(-1)]
-            device = x.device
-            self._taps[taps] = tuple(to_device(i, device) for i in (places, outputs, tail))  # type: ignore[assignment]
-        places, outputs, tail = self._taps[taps]
+            self._taps[taps] = self._tap_rows(taps - 1)
+        table, tail = self._taps[taps]
         rows = torch.cat([x, self._held(key).flatten(0, 1).to(x.dtype)])
         part = self.store.parts[key]
         kept = rows.index_select(0, tail).view(len(self.lengths), *part.shape[1:])
         part.index_copy_(0, self.slots, kept.to(part.dtype))
-        return _convolved(rows, weight, bias, places, outputs)
+        return table.convolve(rows, weight, bias, activation)
 
-    def _tap_rows(self, count: int) -> tuple[Tensor, Tensor]:
+    def _tap_rows(self, count: int) -> tuple[TapRows, Tensor]:
         first = sum(self.lengths)
-        before = [
-            list(range(first + i * count, first + (i + 1) * count))
-            for i in range(len(self.lengths))
-        ]
-        return _tap_index(self.lengths, count + 1, before)
+        segments = len(self.lengths)
+        before = [list(range(first + i * count, first + (i + 1) * count)) for i in range(segments)]
+        table = TapRows.of(self.lengths, before, first + segments * count, self.slots.device)
+        ends = table.outputs[torch.tensor(self.lengths).cumsum(0) - 1] + count
+        tail = table.line[(ends[:, None] - torch.arange(count - 1, -1, -1)).reshape(-1)]
+        return table, to_device(tail, self.slots.device)
 
     def scan(self, key: StateKey, rule: Recurrence, parts: Sequence[Tensor]) -> Tensor:
         if self._wave is None:
@@ -344,19 +323,28 @@ class RowStates:
     store: StateStore
     slots: Tensor  # [N]
 
-    def convolve(self, key: StateKey, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(
+        self,
+        key: StateKey,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None = None,
+    ) -> Tensor:
         part = self.store.parts[key]
-        exact = RowWiseMode.active()
-        if x.is_cuda and HAS_TRITON and not exact:
+        if has_kernel(x, weight):
             from reinforge.models.kernels import state as kernels
 
-            return kernels.convolve(x, part, self.slots, weight, bias)
+            silu = activation in SILU
+            out = kernels.convolve(x, part, self.slots, weight, bias, silu)
+            return out if silu else activated(out, activation)
         inputs = torch.cat([part.index_select(0, self.slots).to(x.dtype), x[:, None]], 1)
         part.index_copy_(0, self.slots, inputs[:, 1:].to(part.dtype))
-        if exact:
-            return _tap_by_tap(inputs, weight, bias)
+        if RowWiseMode.active():
+            return activated(tap_by_tap(inputs, weight, bias), activation)
         line = inputs.transpose(1, 2).to(weight.dtype)  # [N, C, K]
-        return F.conv1d(line, weight[:, None], bias, groups=weight.shape[0])[:, :, 0].to(x.dtype)
+        out = F.conv1d(line, weight[:, None], bias, groups=weight.shape[0])[:, :, 0]
+        return activated(out.to(x.dtype), activation)
 
     def scan(self, key: StateKey, rule: Recurrence, parts: Sequence[Tensor]) -> Tensor:
         part = self.store.parts[key]

@@ -322,3 +322,32 @@ def test_a_convolution_in_pieces_and_by_token() -> None:
     for at in range(9, 12):
         pieces.append(RowStates(store, torch.tensor([1])).convolve(key, x[[at]], weight, bias))
     torch.testing.assert_close(torch.cat(pieces), want)
+
+
+def test_a_convolution_and_its_activation_are_what_they_are_apart() -> None:
+    """To the bit, in a pack with a shared prompt, in pieces and by token."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(*shape, generator=draw) for shape in ((9, 6), (6, 4), (6,)))
+    key = (0, 0, 0)
+    device = torch.device("cpu")
+
+    def packed() -> PackedStates:
+        return PackedStates([5, 3, 1], device, [-1, 0, 0])
+
+    whole = packed()
+    before = whole.convolve(key, x, weight, bias)
+    store = StateStore(whole.shapes, 3, device)
+
+    def piece() -> PieceStates:
+        return PieceStates([4, 5], store, torch.tensor([2, 1]), torch.tensor([False, False]))
+
+    pieces = piece().convolve(key, x, weight, bias)
+    assert torch.equal(pieces[:4], before[:4])
+    for name, own in (("silu", torch.nn.functional.silu), ("gelu", torch.nn.functional.gelu)):
+        assert torch.equal(packed().convolve(key, x, weight, bias, name), own(before))
+        assert torch.equal(piece().convolve(key, x, weight, bias, name), own(pieces))
+        held = store.parts[key].clone()
+        rows = RowStates(store, torch.tensor([3, 1]))
+        plain = rows.convolve(key, x[:2], weight, bias)
+        store.parts[key].copy_(held)
+        assert torch.equal(rows.convolve(key, x[:2], weight, bias, name), own(plain))

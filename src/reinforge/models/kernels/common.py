@@ -33,6 +33,13 @@ def capped(x, softcap, CAP: tl.constexpr):
 
 
 @triton.jit
+def rounded_silu(x, DTYPE: tl.constexpr):
+    """silu of float32 numbers, rounded before and after."""
+    x = x.to(DTYPE).to(tl.float32)
+    return (x / (1.0 + tl.exp(-x))).to(DTYPE)
+
+
+@triton.jit
 def lines(X, at, d, there, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr):
     """Rows of keys or values, where they are there."""
     where = X + at[:, None] + d[None, :]

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from reinforge.models.fp8 import Fp8Rows
-from reinforge.models.kernels.common import MULTIPROCESSORS, early
+from reinforge.models.kernels.common import MULTIPROCESSORS, early, rounded_silu
 from reinforge.models.kernels.fp8 import quantised
 
 # ---- between the matrix products ----
@@ -123,16 +123,9 @@ def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
-def _silu_of(gate, DTYPE: tl.constexpr):
-    """silu of float32 numbers, rounded before and after."""
-    gate = gate.to(DTYPE).to(tl.float32)
-    return (gate / (1.0 + tl.exp(-gate))).to(DTYPE)
-
-
-@triton.jit
 def _gated(gate, up, DTYPE: tl.constexpr):
     """silu(gate)·up of float32 numbers, rounded where transformers rounds."""
-    silu = _silu_of(gate, DTYPE).to(tl.float32)
+    silu = rounded_silu(gate, DTYPE).to(tl.float32)
     return (silu * up.to(DTYPE).to(tl.float32)).to(DTYPE)
 
 
@@ -143,7 +136,7 @@ def _silu(X, Y, N, EARLY: tl.constexpr, BN: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x = tl.load(X + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(Y + n, _silu_of(x, Y.dtype.element_ty), mask=n < N)
+    tl.store(Y + n, rounded_silu(x, Y.dtype.element_ty), mask=n < N)
 
 
 def silu(x: Tensor) -> Tensor:

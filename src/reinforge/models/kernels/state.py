@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.kernels.common import early
+from reinforge.models.kernels.common import early, rounded_silu
 
 
 @triton.jit
@@ -30,6 +30,7 @@ def _convolve(
     x_c,
     TAPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
     EARLY: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -54,11 +55,17 @@ def _convolve(
         tl.store(held + (TAPS - 2) * C, x.to(STATE.dtype.element_ty), mask=there)
     if HAS_BIAS:
         acc += tl.load(BIAS + c, mask=there, other=0.0).to(tl.float32)
-    tl.store(Y + row * C + c, acc.to(Y.dtype.element_ty), mask=there)
+    y = rounded_silu(acc, Y.dtype.element_ty) if SILU else acc.to(Y.dtype.element_ty)
+    tl.store(Y + row * C + c, y, mask=there)
 
 
 def convolve(
-    x: Tensor, state: Tensor, slots: Tensor, weight: Tensor, bias: Tensor | None
+    x: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool = False,
 ) -> Tensor:
     """x [N, C] after the inputs that its slots hold, [slots, K - 1, C]; weight [C, K] -> [N, C]."""
     rows, channels = x.shape
@@ -76,6 +83,7 @@ def convolve(
         x.stride(1),
         TAPS=weight.shape[1],
         HAS_BIAS=bias is not None,
+        SILU=silu,
         BC=1024,
         num_warps=4,
         **early(),
