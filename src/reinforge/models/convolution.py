@@ -196,13 +196,11 @@ class _Convolution(torch.autograd.Function):
             x_grad = kernels.input_grads(
                 before, weight, by.outputs, (by.shared, by.begins, by.pairs)
             )
-        return (
-            None,
-            None,
-            x_grad,
-            sums[: table.taps].t().to(weight.dtype) if wants_weight else None,
-            sums[table.taps].to(bias.dtype) if wants_bias else None,
-        )
+        weight_grad = bias_grad = None
+        if sums is not None:
+            weight_grad = sums[: table.taps].t().to(weight.dtype) if wants_weight else None
+            bias_grad = sums[table.taps].to(bias.dtype) if wants_bias else None
+        return None, None, x_grad, weight_grad, bias_grad
 
 
 def _channels_side_by_side(x: Tensor) -> Tensor:
