@@ -71,8 +71,10 @@ def host_memory(cfg: ModelConfig) -> ModelConfig:
 
 
 def compiles(cfg: ModelConfig) -> bool:
-    """Whether the layers of the model are compiled."""
-    return cfg.compile and pick_device(cfg.device).type == "cuda"
+    """Whether the layers of the model are compiled. A run has made its choice before (`auto`:
+    build/compile_choice.py); whatever else loads a model does not compile for `auto`.
+    """
+    return cfg.compile is True and pick_device(cfg.device).type == "cuda"
 
 
 def move_to_device(model: CausalModel, cfg: ModelConfig) -> None:

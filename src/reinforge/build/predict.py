@@ -87,29 +87,12 @@ def predict(
     also generates.
     """
     needs = needs_of(cfg) if needs is None else needs
-    own_critic = "values" in needs and not (cfg.critic is not None and cfg.critic.shared)
-    apart = apart_from_policy(cfg)
-    copies = {
-        "reference": "reference" in needs and "reference" not in apart,
-        "critic": own_critic and "critic" not in apart,
-    }
+    copies = _copies(cfg, needs)
     rl = cfg.algorithm.rl
     mean = lengths[0]
     longest = lengths[1] + (cfg.rollout.max_new_tokens if rl else 0)
-    samples = cfg.train.prompts_per_step * (cfg.algorithm.group_size if rl else 1)
-    work = StepWork(
-        samples,
-        mean,
-        cfg.rollout.max_new_tokens if rl else 0,
-        cfg.algorithm.group_size if rl else 1,
-        cfg.rollout.max_batch,
-        cfg.algorithm.epochs,
-        len(needs & ({"old", "reference"} - apart)),
-        copies["critic"],
-        rl and cfg.train.share_prompts,
-        fp8=cfg.rollout.precision == "fp8",
-        fp8_cache=cfg.rollout.cache_precision == "fp8",
-    )
+    work = step_work(cfg, needs, mean)
+    samples = work.samples
     copied = _generating_copy(cfg, facts)
     free = int(USABLE * machine.memory) - memory_model.weight_bytes(facts) - copied
     if budget is None:
@@ -178,6 +161,35 @@ def predict(
             "tokens_per_microbatch": budget,
         },
     }
+
+
+def _copies(cfg: Config, needs: frozenset[str]) -> dict[str, bool]:
+    """The models beside the policy, on its device."""
+    apart = apart_from_policy(cfg)
+    own_critic = "values" in needs and not (cfg.critic is not None and cfg.critic.shared)
+    return {
+        "reference": "reference" in needs and "reference" not in apart,
+        "critic": own_critic and "critic" not in apart,
+    }
+
+
+def step_work(cfg: Config, needs: frozenset[str], mean: float) -> StepWork:
+    """The work of a step whose prompts, or rows where nothing is generated, have `mean` tokens."""
+    rl = cfg.algorithm.rl
+    group = cfg.algorithm.group_size if rl else 1
+    return StepWork(
+        cfg.train.prompts_per_step * group,
+        mean,
+        cfg.rollout.max_new_tokens if rl else 0,
+        group,
+        cfg.rollout.max_batch,
+        cfg.algorithm.epochs,
+        len(needs & ({"old", "reference"} - apart_from_policy(cfg))),
+        _copies(cfg, needs)["critic"],
+        rl and cfg.train.share_prompts,
+        fp8=cfg.rollout.precision == "fp8",
+        fp8_cache=cfg.rollout.cache_precision == "fp8",
+    )
 
 
 def apart_from_policy(cfg: Config) -> frozenset[str]:

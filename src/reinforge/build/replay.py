@@ -319,7 +319,7 @@ def _forget_config(folder: Path, config: Config) -> None:
     """
     record = folder / "config.json"
     found = changes(read_json(record), redact_settings(config.model_dump(mode="json")))
-    if not all(allowed(key, new) for key, (_, new) in found.items()):
+    if not all(allowed(key, old, new) for key, (old, new) in found.items()):
         record.unlink(missing_ok=True)
 
 

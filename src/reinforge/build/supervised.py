@@ -15,6 +15,7 @@ from reinforge.build.algorithm import reference_of
 from reinforge.build.attempt import Attempt
 from reinforge.build.benchmarks import RunBenchmarks, prompts_of, read_benchmarks
 from reinforge.build.caller_objects import CallerObjects
+from reinforge.build.compile_choice import with_choice
 from reinforge.build.data import make_cursor, total_steps
 from reinforge.build.evaluation import Evaluate, make_heldout, with_average, with_benchmarks
 from reinforge.build.factories import Factories
@@ -73,8 +74,16 @@ def build_supervised(
     eval_prompts = encode_eval_prompts(inputs, view) if inputs.rewards else None
     benchmarks = read_benchmarks(inputs, view)
     text = read_ptx(inputs, view)
-    models = model_inputs(inputs, eval_prompts, prompts_of(benchmarks))
     steps = total_steps(cfg, len(train.units))
+    inputs, chosen = with_choice(
+        inputs,
+        given,
+        view,
+        lengths=train.tokens,
+        steps=steps,
+        memory=attempt.memory,
+    )
+    models = model_inputs(inputs, eval_prompts, prompts_of(benchmarks))
 
     view.doing(f"loading the model {cfg.model.path}")
     policy = factories.make_policy(models)
@@ -113,7 +122,7 @@ def build_supervised(
         view=view,
         evaluator=Evaluator(cfg, evaluate),
         checkpointer=Checkpointer(
-            cfg, backend, {**backend.parts(), **parts}, memory=attempt.memory
+            cfg, backend, {**backend.parts(), **chosen, **parts}, memory=attempt.memory
         ),
         prediction=predict_run(cfg, backend, train.tokens, needs_of(cfg)),
         uncontained=inputs.uncontained,

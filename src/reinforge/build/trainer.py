@@ -13,6 +13,7 @@ from reinforge.build.algorithm import reference_of
 from reinforge.build.attempt import Attempt
 from reinforge.build.benchmarks import prompts_of, read_benchmarks
 from reinforge.build.caller_objects import CallerObjects
+from reinforge.build.compile_choice import with_choice
 from reinforge.build.critic import make_critic
 from reinforge.build.data import make_cursor, total_steps
 from reinforge.build.evaluation import Evaluate, make_heldout, with_average, with_benchmarks
@@ -82,10 +83,18 @@ def build_rl(
     eval_prompts = encode_eval_prompts(inputs, view)
     benchmarks = read_benchmarks(inputs, view)
     text = read_ptx(inputs, view)
-    models = model_inputs(inputs, prompts, eval_prompts, prompts_of(benchmarks))
-    models = _with_generators(models, factories, view)
     rows = prompts.rows
     steps = total_steps(cfg, len(rows))
+    inputs, chosen = with_choice(
+        inputs,
+        given,
+        view,
+        lengths=prompts.lengths,
+        steps=steps,
+        memory=attempt.memory,
+    )
+    models = model_inputs(inputs, prompts, eval_prompts, prompts_of(benchmarks))
+    models = _with_generators(models, factories, view)
     per_step = cfg.algorithm.epochs * cfg.algorithm.minibatches
     warmup = cfg.critic.warmup if cfg.critic else 0
 
@@ -156,7 +165,7 @@ def build_rl(
         checkpointer=Checkpointer(
             cfg,
             backend,
-            {"algorithm": inputs.algorithm, **backend.parts(), **parts},
+            {"algorithm": inputs.algorithm, **backend.parts(), **chosen, **parts},
             settle=buffer.settle,
             on_saving=journal.seal,
             memory=attempt.memory,

@@ -114,7 +114,7 @@ def branch_command(
 
     plan = plan_branch(run, step, new, overrides or [])
     for key, (old, now) in plan.changes.items():
-        kind = "" if allowed(key, now) else ": from here on it is another run"
+        kind = "" if allowed(key, old, now) else ": from here on it is another run"
         print(f"{key} was {old!r} and is {now!r}{kind}", file=sys.stderr)
     if plan.replay is None:
         make_branch(plan)

@@ -17,6 +17,9 @@ ELSEWHERE = (
 )
 
 
+COMPILE: Literal["auto"] | bool = False  # what a config without model.compile means
+
+
 class ModelConfig(Section):
     path: str = Field(description="Hub id, local directory, or .gguf file.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
@@ -51,11 +54,12 @@ class ModelConfig(Section):
             " in place of the tokenizer's own, if it has one."
         ),
     )
-    compile: bool = Field(
-        False,
+    compile: Literal["auto"] | bool = Field(
+        COMPILE,
         description=(
-            "torch.compile the layers on a GPU: faster steps after half a minute of compiling. Pays"
-            " for long runs."
+            "torch.compile the layers on a GPU: faster training after some seconds of compiling."
+            " auto: where the steps of the run save more than compiling takes, chosen once and"
+            " recorded; see docs/hardware.md."
         ),
     )
     gradient_checkpointing: bool = Field(
@@ -81,7 +85,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _exact_is_not_compiled(self) -> ModelConfig:
-        if self.exact and self.compile:
+        if self.exact and self.compile is True:
             raise ValueError(
                 "model.exact: compiled layers may add up in another order for another number of"
                 " tokens; set model.compile to false"

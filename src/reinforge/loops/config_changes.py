@@ -71,10 +71,14 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
     }
 
 
-def allowed(key: str, value: Any) -> bool:
-    """Whether `key` may change to `value` without making the run another one than it was so far."""
+def allowed(key: str, old: Any, new: Any) -> bool:
+    """Whether `key` may change from `old` to `new` without making the run another one than it was
+    so far.
+    """
     if key == "train.tokens_per_microbatch":
-        return value != "auto"  # auto keeps what the run had, and the record would not say so
+        return bool(new != "auto")  # it keeps what the run had, and the record would not say so
+    if key == "model.compile":
+        return old is False and new == "auto"  # the same, and checkpoints say so
     *section, name = key.split(".")
     if section and section[0] == "teacher" and section[-1] == "server":
         return name in MAY_CHANGE_OF_SERVER
@@ -97,8 +101,8 @@ def check_branch(parent: Config, branch: Config) -> Changes:
     found.pop("run.dir", None)
     refused = [
         key
-        for key, (_, new) in found.items()
-        if not allowed(key, new) and _among(key, BOUND_TO_STATE)
+        for key, (old, new) in found.items()
+        if not allowed(key, old, new) and _among(key, BOUND_TO_STATE)
     ]
     if refused:
         raise InputError(
@@ -124,7 +128,7 @@ def check_changes(run_dir: Path, cfg: Config) -> Changes | None:
     except ValidationError:
         pass  # a record of another version: compared as it stands
     found = changes(old, redact_settings(cfg.model_dump(mode="json")))
-    refused = {key: values for key, values in found.items() if not allowed(key, values[1])}
+    refused = {key: values for key, values in found.items() if not allowed(key, *values)}
     if refused:
         told = ", ".join(
             f"{key} was {before!r} and is {after!r}" for key, (before, after) in refused.items()

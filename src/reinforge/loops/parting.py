@@ -99,7 +99,7 @@ def _settings(first: Path, second: Path, step: int) -> Changes:
     return {
         key: pair
         for key, pair in changes(configs[0], configs[1]).items()
-        if key == "train.steps" or not allowed(key, pair[1])
+        if key == "train.steps" or not allowed(key, *pair)
     }
 
 

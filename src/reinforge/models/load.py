@@ -416,7 +416,7 @@ def _made_ready(
     model = CausalModel(module, tokenizer, exact=cfg.exact)
     if cfg.exact:
         prove(model)
-    if cfg.compile and model.device.type == "cuda":
+    if cfg.compile is True and model.device.type == "cuda":
         model.compile_layers()
     if cfg.gradient_checkpointing:
         again = {"context_fn": checkpoint_contexts} if cfg.exact else {}
@@ -480,7 +480,7 @@ def load_scalar(
             where=where,
             attributes=attributes,
         )
-    if cfg.compile and model.device.type == "cuda":
+    if cfg.compile is True and model.device.type == "cuda":
         model.compile_layers()
     if cfg.gradient_checkpointing and adapter is not None:
         model.plain.enable_input_require_grads()

@@ -17,6 +17,7 @@ from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.models import attention, exact_norm, quick_norm, rope
 from reinforge.models.attention import AttentionLayout, PackedLayout
+from reinforge.models.compile_cache import cache_on_disk
 from reinforge.models.exact import RowWiseMode
 from reinforge.models.exact_attention import layout as exact_layout
 from reinforge.models.experts import replace_experts
@@ -101,8 +102,9 @@ class PackedModel:
     def compile_layers(self) -> None:
         """torch.compile of each decoder layer, attention left out: norms, rotary embedding and
         activations are fused. All layers of a class share one compilation, for any number of
-        tokens; training and decoding make one each.
+        tokens; training and decoding make one each. The next process finds them on disk.
         """
+        cache_on_disk()  # before the compiler starts processes of its own
         import torch._dynamo
         import torch._inductor.config
 

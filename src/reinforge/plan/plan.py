@@ -267,7 +267,7 @@ def describe(report: PlanReport) -> list[tuple[str, str]]:
                 ),
             )
         )
-    lines += [(name, s[name]) for name in ("rollouts", "answers", "drafts") if name in s]
+    lines += [(name, s[name]) for name in ("rollouts", "compile", "answers", "drafts") if name in s]
     for name, scores in s.get("rewards", {}).items():
         lines.append(
             (

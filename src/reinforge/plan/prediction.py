@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from reinforge.backends.memory_model import GIB
 from reinforge.backends.roofline import Machine
+from reinforge.build.compile_choice import choose_for, recorded, settled
+from reinforge.build.planned_facts import facts_before_loading
 from reinforge.build.predict import (
     USABLE,
     machine_at,
     predict,
     texts_together,
 )
-from reinforge.build.ranks import ranks_planned
 from reinforge.build.teachers import teacher_model
 from reinforge.config.schema import Config
 from reinforge.core.model_facts import ModelFacts
@@ -74,25 +76,8 @@ def expected(
     `shape`, `counts`: the configuration and the weights, where they are known.
     """
     shape = shape or load_config(cfg.model)
-    adapter = cfg.adapter
-    counts = counts or count_on_meta(shape, cfg.train, adapter)
-    narrow = {"cpu": "float32"}.get(machine.kind)
-    facts = ModelFacts.of(
-        shape.get_text_config(),
-        weights=counts.base,
-        trained=counts.trained,
-        matrices=counts.matrices,
-        met=counts.met,
-        packed=counts.linear if adapter and adapter.kind == "qlora" else 0,
-        head_norms=counts.head_norms,
-        itemsize=4 if "float32" in (cfg.model.dtype, narrow) else 2,
-        rank=adapter.rank if adapter else None,
-        checkpointing=cfg.model.gradient_checkpointing,
-        compiled=cfg.model.compile and machine.kind == "cuda",
-        fused=machine.kind == "cuda" and not cfg.model.exact,
-        shards=ranks_planned(cfg) if cfg.train.backend == "fsdp" else None,
-        **cfg.train.optimizer.facts(),
-    )
+    counts = counts or count_on_meta(shape, cfg.train, cfg.adapter)
+    facts = facts_before_loading(cfg, machine, shape, counts)
     return Expectation(cfg, facts, counts, machine, lengths, _teacher_shapes(cfg, machine))
 
 
@@ -126,7 +111,10 @@ def predict_plan(cfg: Config, report: PlanReport, options: PlanOptions) -> Expec
         )
     together = texts_together(cfg)
     longest = min(counted["max"], counted["limit"])
-    found = expected(cfg, machine, (together * counted["median"], together * longest))
+    lengths = (together * counted["median"], together * longest)
+    shape = load_config(cfg.model)
+    cfg = _with_compile_choice(cfg, report, machine, lengths[0], shape)
+    found = expected(cfg, machine, lengths, shape)
     prediction = found.prediction()
     report.summary["weights"] = found.counts.kinds
     report.summary["prediction"] = prediction
@@ -146,6 +134,19 @@ def predict_plan(cfg: Config, report: PlanReport, options: PlanOptions) -> Expec
     elif not holds_one(prediction):
         note("rollout.kv_gib", no_cache(prediction), CACHE_FIX)
     return found
+
+
+def _with_compile_choice(
+    cfg: Config, report: PlanReport, machine: Machine, mean: float, shape: Any
+) -> Config:
+    """With what the run will do in place of `model.compile: auto`, which is told of a GPU."""
+    if cfg.model.compile != "auto":
+        return cfg
+    steps = cfg.train.steps or report.summary.get("steps") or 1
+    choice = recorded(Path(cfg.run.dir)) or choose_for(cfg, machine, mean, steps, shape)
+    if machine.kind == "cuda":
+        report.summary["compile"] = choice.told
+    return settled(cfg, choice)
 
 
 def _beside_server(prediction: dict[str, Any], phase: str) -> bool:

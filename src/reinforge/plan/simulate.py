@@ -97,7 +97,7 @@ def facts_of(cfg: Config) -> ModelFacts:
         rank=adapter.rank if adapter else None,
         targets=targets,
         checkpointing=cfg.model.gradient_checkpointing,
-        compiled=cfg.model.compile,
+        compiled=cfg.model.compile is True,
         fused=not cfg.model.exact,
     )
 

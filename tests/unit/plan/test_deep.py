@@ -21,6 +21,7 @@ from reinforge.models.tiny import CHAT, make_tiny_model
 from reinforge.plan.changes import best_changes
 from reinforge.plan.checks import run_checks
 from reinforge.plan.options import PlanOptions, stated_gpu
+from reinforge.plan.plan import describe
 from reinforge.plan.prediction import Expectation, expected, peak
 from reinforge.plan.preflight import PlanReport
 from reinforge.plan.room import room
@@ -294,6 +295,24 @@ def shape() -> Any:
     return Qwen3Config(**{**named, "num_hidden_layers": 4})
 
 
+@pytest.mark.parametrize(("steps", "on"), [(3, False), (10**9, True)])
+def test_what_compiling_depends_on_is_told_of_a_gpu(
+    model: Path, folder: Path, steps: int, on: bool
+) -> None:
+    """And the prediction is that of what will be done. Of a CPU nothing is said."""
+    auto, fixed = (
+        grpo(model, model={"compile": asked, "dtype": "float32"}, train={"steps": steps})
+        for asked in ("auto", on)
+    )
+    report = run_checks(auto, PlanOptions(gpu="H200"))
+    (said,) = [text for label, text in describe(report) if label == "compile"]
+    assert said.startswith(f"layers are {'' if on else 'not '}compiled, because {steps:,} steps")
+    same = run_checks(fixed, PlanOptions(gpu="H200")).summary
+    assert report.summary["prediction"] == same["prediction"]
+    assert "compile" not in same
+    assert "compile" not in run_checks(auto, PlanOptions()).summary
+
+
 @pytest.mark.parametrize("gpu", ["H200", "A100:40"])
 def test_what_fits_is_the_last_that_does(model: Path, folder: Path, gpu: str) -> None:
     cfg = grpo(model, adapter={"rank": 16}, rollout={"max_new_tokens": 512})
@@ -368,7 +387,7 @@ def test_changes_gain_what_the_plan_says(model: Path, folder: Path, gpu: str) ->
     cfg = sft(model, **({"adapter": {"rank": 16}} if gpu == "H200" else {}))
     plan = plan_of(cfg, gpu)
     found = best_changes(plan, shape())
-    assert len(found) == (2 if gpu == "H200" else 3)
+    assert len(found) == (1 if gpu == "H200" else 3)
     before = peak(plan.prediction())[1], plan.prediction()["seconds"]["train"]
     for change in found:
         raw = cfg.model_dump(mode="json")

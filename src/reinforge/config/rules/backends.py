@@ -147,7 +147,7 @@ FEATURES = (
     Feature(
         "Compiled layers",
         "model.compile",
-        lambda c: c.model.compile,
+        lambda c: c.model.compile is True,
         _cells(
             local=YES,
             fsdp=YES,
@@ -435,7 +435,7 @@ RULES = (
     ),
     Rule(
         "adapter.dropout",
-        lambda c: c.adapter is not None and c.adapter.dropout > 0 and c.model.compile,
+        lambda c: c.adapter is not None and c.adapter.dropout > 0 and c.model.compile is True,
         "it draws other numbers for every row, which compiled layers cannot",
         "leave it out, or set model.compile to false",
     ),
