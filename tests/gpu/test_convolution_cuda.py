@@ -153,7 +153,18 @@ def test_pieces_of_a_prompt_and_single_tokens() -> None:
     torch.testing.assert_close(torch.cat(tokens), want[35:], rtol=2**-6, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    proven = convolution.proven.__wrapped__
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+    assert proven(4, dtype, DEVICE)
+    from reinforge.models.kernels import convolution as kernels
+
+    own = kernels.output_grads
+    monkeypatch.setattr(kernels, "output_grads", lambda *args: (2 * own(*args)[0], own(*args)[1]))
+    assert not proven(4, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("name", [pytest.param("qwen3_5", marks=pytest.mark.long), "lfm2"])
 def test_a_whole_model_has_the_gradients_of_torch(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,8 @@ class _KernelGate(torch.autograd.Function):
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         from reinforge.models.kernels import gate as kernels
 
-        return kernels.silu_mul_backward(*ctx.saved_tensors, dy.contiguous())
+        gate, up = ctx.saved_tensors
+        return kernels.silu_mul_backward(gate, up, dy.contiguous())
 
 
 def kernel_gate(gate: Tensor, up: Tensor) -> Tensor:
@@ -103,7 +104,11 @@ def is_gated(mlp: Any) -> bool:
     seen: list[Tensor] = []
 
     def projection(out: Tensor) -> Any:
-        return lambda given: (seen.append(given), out)[1]
+        def project(given: Tensor) -> Tensor:
+            seen.append(given)
+            return out
+
+        return project
 
     twin = SimpleNamespace(
         gate_proj=projection(gate),

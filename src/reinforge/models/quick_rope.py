@@ -48,7 +48,8 @@ class _KernelRope(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         from reinforge.models.kernels import rotary as kernels
 
-        return kernels.turn(grad, *ctx.saved_tensors, back=True), None, None
+        cos, sin = ctx.saved_tensors
+        return kernels.turn(grad, cos, sin, back=True), None, None
 
 
 def kernel_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

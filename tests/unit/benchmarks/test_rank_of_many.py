@@ -125,7 +125,8 @@ def test_plan_knows_what_the_rank_knows(
     )
     shape = Qwen3Config(**{"tie_word_embeddings": False, **case.shape})
     plan = expected(cfg, stated_gpu("H200"), (512, 512), shape)
-    assert plan.facts == found["ends"][1]
+    assert plan.facts.fused  # on a GPU, where the rank is not
+    assert replace(plan.facts, fused=False) == found["ends"][1]
     whole = replace(plan.facts, shards=None)
     assert memory_model.weight_bytes(whole) > 20 * memory_model.weight_bytes(plan.facts)
 
