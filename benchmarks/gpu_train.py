@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -168,6 +169,11 @@ def measured(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def said(log: str) -> list[str]:
+    """What the run chose by itself, in its words."""
+    return [line.strip() for line in log.splitlines() if line.rstrip().endswith(": auto)")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -196,9 +202,12 @@ def main() -> int:
             "rc": code,
             "whole": round(seconds, 1),
             **measured(read_lines(run / "metrics.jsonl")),
+            "said": said(run.with_suffix(".log").read_text()),
         }
         results.append(result)
         print(json.dumps(result), flush=True)
+        if args.dir is None:  # they may be larger than what is left of the disk
+            shutil.rmtree(run / "checkpoints", ignore_errors=True)
         if code:
             print(run.with_suffix(".log").read_text()[-4000:], file=sys.stderr)
     if args.out:

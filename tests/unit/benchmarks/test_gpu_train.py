@@ -34,6 +34,11 @@ def test_a_run_that_broke_off_before_its_first_step() -> None:
     assert gpu_train.measured([]) == {"steps": 0}
 
 
+def test_what_the_run_chose_is_in_its_log() -> None:
+    line = "layers are not compiled, because it would save 2% (model.compile: auto)"
+    assert gpu_train.said(f"loading\n{line}\nstep 1/4  reward 1\n") == [line]
+
+
 def test_a_word_is_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoTokenizer
 
