@@ -10,10 +10,10 @@ from pathlib import Path
 from reinforge.config.schema import Config
 from reinforge.core.torchrun import launched
 from reinforge.loops.config_changes import check_changes
-from reinforge.watch.ending import SUMMARY
 from reinforge.watch.logs import read_json, read_lines
-from reinforge.watch.runs import RunProgress, checkpoints, is_run, status, total_steps
+from reinforge.watch.runs import checkpoints, is_run, status, total_steps
 
+STATE = "state.json"  # plain values of a checkpoint: checkpoint/files.py
 BY_CALLER = "stopped by the caller"  # how the reason of a run begins which may go on
 
 
@@ -57,14 +57,14 @@ def finished_run(cfg: Config) -> FinishedRun | None:
     if cfg.run.resume == "never" or cfg.run.hub is not None or launched() or not is_run(folder):
         return None
     events = list(read_lines(folder / "events.jsonl"))
-    summary = read_json(folder / SUMMARY)
     saved = checkpoints(folder)
-    step = summary.get("steps")
-    ended = status(folder, events) == "finished" and isinstance(step, int)
-    if not ended or not saved or saved[-1]["step"] != step:
+    if status(folder, events) != "finished" or not saved:
         return None
-    stopped = summary.get("stopped")
-    if stopped is not None and stopped.startswith(BY_CALLER):
+    # as `Run` left it in its last checkpoint
+    left = read_json(Path(saved[-1]["path"]) / STATE).get("extra") or {}
+    step = left.get("step")
+    stopped = left.get("stopped")
+    if not isinstance(step, int) or (stopped or "").startswith(BY_CALLER):
         return None
     changed = check_changes(folder, cfg)
     if changed is None or changed.keys() - {"train.steps"}:
@@ -72,7 +72,4 @@ def finished_run(cfg: Config) -> FinishedRun | None:
     total = cfg.train.steps or total_steps(events, {})
     if total is None or (step < total and stopped is None):
         return None
-    progress = RunProgress()
-    for line in read_lines(folder / "metrics.jsonl"):
-        progress.observe(line)
-    return FinishedRun(folder, step, total, stopped, progress.last)
+    return FinishedRun(folder, step, total, stopped, left["clock"]["last"])
