@@ -7,7 +7,8 @@ Prints one JSON line per round of a workload: its seconds and the lengths of its
 Knobs: bfloat16, CUDA graphs (default), random weights where the directory holds a configuration
 only, max_num_seqs 512 so that all sequences may run at once, log-probs of the sampled tokens on (a
 trainer needs them), no tokenizer, max_num_batched_tokens 16384, 85% of the memory. Qwen3.5 without
-images is not in its table of models: vllm_text_hybrid.py makes it of vLLM's own classes.
+images is not in its table of models: vllm_text_hybrid.py makes it of vLLM's own classes. Prompts of
+gated delta nets go through its Triton kernels, for flashinfer's are a package of their own.
 """
 
 import json
@@ -36,6 +37,7 @@ def main() -> None:
         max_num_seqs=512,
         max_num_batched_tokens=16384,
         seed=0,
+        gdn_prefill_backend="triton",
     )
 
     def generate(work, cap):

@@ -115,7 +115,7 @@ def is_gated(mlp: Any) -> bool:
         up_proj=projection(up),
         down_proj=lambda inner: inner + 1,
         act_fn=mlp.act_fn,
-        config=getattr(mlp, "config", None),
+        config=vars(mlp).get("config"),
         training=False,
     )
     try:
