@@ -14,7 +14,7 @@ from reinforge.core.batch import Batch
 from reinforge.core.sample import Sample
 from reinforge.models import norms
 from reinforge.models.causal import CausalModel
-from reinforge.models.quick_mlp import QuickMlp, gated, is_gated, kernel_gate
+from reinforge.models.quick_mlp import QuickMlp, gated, is_gated, joint_gate, kernel_gate
 from reinforge.models.quick_norm import QuickNorm, kernel_norm
 from reinforge.models.quick_rope import is_usual, kernel_rope, rotated
 
@@ -79,8 +79,8 @@ def test_rows_may_lie_apart_and_a_frozen_weight_has_no_gradient() -> None:
 
 @pytest.mark.parametrize("count", [1, 3000])
 def test_a_gate_has_the_values_and_gradients_of_its_formula(count: int) -> None:
-    parts = [normal(count, seed=i).requires_grad_() for i in range(2)]
-    weights = normal(count, seed=2)
+    parts = [normal(3, count, seed=i).requires_grad_() for i in range(2)]
+    weights = normal(3, count, seed=2)
     got, want = kernel_gate(*parts), gated(*parts)
     torch.testing.assert_close(got, want)
     found = torch.autograd.grad((got * weights).sum(), parts)
@@ -115,6 +115,16 @@ def test_sums_over_rows_have_the_same_bits_twice() -> None:
         return list(torch.autograd.grad((kernel_norm(*parts, EPS) * weights).sum(), parts))
 
     assert all(torch.equal(a, b) for a, b in zip(grads(), grads(), strict=True))
+
+
+def test_a_joint_gate_is_that_of_its_halves() -> None:
+    x = normal(7, 2 * 33).requires_grad_()
+    weights = normal(7, 33, seed=1)
+    got, want = joint_gate(x), gated(*x.chunk(2, -1))
+    torch.testing.assert_close(got, want)
+    (mine,) = torch.autograd.grad((got * weights).sum(), x)
+    (true,) = torch.autograd.grad((want * weights).sum(), x)
+    torch.testing.assert_close(mine, true, rtol=1e-5, atol=1e-5)
 
 
 class Odd(nn.Module):

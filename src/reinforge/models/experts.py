@@ -30,6 +30,8 @@ from reinforge.models.attention import HAS_TRITON
 from reinforge.models.decoding import is_decoding
 from reinforge.models.exact import RowWiseMode
 from reinforge.models.expert_adapters import LowRank, LowRanks
+from reinforge.models.quick_mlp import joint_gate
+from reinforge.models.quick_norm import takes_kernel
 
 NAME = "reinforge"
 LIBRARY = "grouped_mm"  # what transformers computes with unless it is told
@@ -136,6 +138,8 @@ class ExpertWeights:
 
 def _inner(experts: Any, y: Tensor) -> Tensor:
     """Between the two products: the gate, or an activation alone."""
+    if is_plain(experts) and takes_kernel(y, y):
+        return joint_gate(y)
     out: Tensor = experts._apply_gate(y) if experts.has_gate else experts.act_fn(y)
     return out
 
@@ -161,17 +165,60 @@ def is_plain(experts: Any) -> bool:
 def _by_groups(
     experts: Any, parts: ExpertWeights, x: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    top = chosen.shape[1]
     ids, order = torch.sort(chosen.reshape(-1), stable=True)
     every = torch.arange(len(parts.down), device=x.device)
     ends = torch.searchsorted(ids, every, right=True).to(torch.int32)
-    y = _grouped(x[order // top], parts.first, ends, parts.first_low)
-    y = _biased(y, parts.first_bias, ids)
-    y = _grouped(_inner(experts, y), parts.down, ends, parts.down_low)
-    y = _biased(y, parts.down_bias, ids) * weights.reshape(-1)[order, None]
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=x.device)
-    return y[place].view(len(x), top, -1).sum(1).to(x.dtype)
+    top = chosen.shape[1]
+    y = _grouped(_Spread.apply(x, order, place, top), parts.first, ends, parts.first_low)
+    y = _biased(y, parts.first_bias, ids)
+    y = _grouped(_inner(experts, y), parts.down, ends, parts.down_low)
+    y = _biased(y, parts.down_bias, ids) * _Spread.apply(weights.reshape(-1, 1), order, place, 1)
+    out: Tensor = _Collect.apply(y, order, place, top)
+    return out.to(x.dtype)
+
+
+def _spread(x: Tensor, order: Tensor, top: int) -> Tensor:
+    """[P, n]: rows x [P / top, n] in the order of the experts, each as often as it is needed."""
+    return x.index_select(0, order // top)
+
+
+def _collect(y: Tensor, place: Tensor, top: int) -> Tensor:
+    """[P / top, n]: what the pairs y [P, n] of each row are together."""
+    return y.index_select(0, place).view(len(place) // top, top, y.shape[1]).sum(1)
+
+
+class _Spread(torch.autograd.Function):
+    """`_spread`, whose gradient is `_collect`. What torch would do for any index, add row by row in
+    an order that must be sorted first to be fixed, is known here.
+    """
+
+    @staticmethod
+    def forward(ctx, x, order, place, top):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(place)
+        ctx.top = top
+        return _spread(x, order, top)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (place,) = ctx.saved_tensors
+        return _collect(grad, place, ctx.top), None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    """`_collect`, whose gradient is `_spread`."""
+
+    @staticmethod
+    def forward(ctx, y, order, place, top):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(order)
+        ctx.top = top
+        return _collect(y, place, top)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (order,) = ctx.saved_tensors
+        return _spread(grad, order, ctx.top), None, None, None
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor, low: LowRank | None) -> Tensor:

@@ -31,19 +31,51 @@ class _KernelGate(torch.autograd.Function):
 
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        return kernels.silu_mul(gate, up)
+        return kernels.silu_mul(gate.view(1, -1), up.view(1, -1)).view(gate.shape)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         from reinforge.models.kernels import gate as kernels
 
         gate, up = ctx.saved_tensors
-        return kernels.silu_mul_backward(gate, up, dy.contiguous())
+        grads = torch.empty_like(gate), torch.empty_like(up)
+        given = [x.view(1, -1) for x in (gate, up, dy.contiguous(), *grads)]
+        kernels.silu_mul_backward(*given)  # type: ignore[call-arg]
+        return grads
+
+
+class _JointGate(torch.autograd.Function):
+    """`gated` of the two halves of rows."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        from reinforge.models.kernels import gate as kernels
+
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, -1)
+        return kernels.silu_mul(gate, up)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        from reinforge.models.kernels import gate as kernels
+
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        (gate, up), (dgate, dup) = x.chunk(2, -1), dx.chunk(2, -1)
+        kernels.silu_mul_backward(gate, up, dy.contiguous(), dgate, dup)
+        return dx
 
 
 def kernel_gate(gate: Tensor, up: Tensor) -> Tensor:
     """`gated`, with a gradient."""
     out: Tensor = _KernelGate.apply(gate, up)
+    return out
+
+
+def joint_gate(x: Tensor) -> Tensor:
+    """`gated` of x [P, 2 I], gate before up, with a gradient."""
+    out: Tensor = _JointGate.apply(x)
     return out
 
 

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""silu(gate)·up of two tensors as one kernel, and its gradients as another. Twin: what MLPs of
-transformers compute, `models.quick_mlp.gated`.
+"""silu(gate)·up as one kernel, and its gradients as another. Twin: what MLPs of transformers
+compute, `models.quick_mlp.gated`.
 
-Legend: N numbers.
+Legend: N rows, I numbers of each.
 """
 
 from __future__ import annotations
@@ -18,48 +18,66 @@ AT_ONCE = 2048
 
 
 @triton.jit
-def _silu_mul(GATE, UP, Y, N, EARLY: tl.constexpr, BN: tl.constexpr):
-    """Rounded where transformers rounds: after silu, and after the product."""
-    n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    gate = tl.load(GATE + n, mask=n < N, other=0.0)
-    up = tl.load(UP + n, mask=n < N, other=0.0).to(tl.float32)
-    dtype = gate.dtype
-    gate = gate.to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(Y + n, (silu * up).to(dtype), mask=n < N)
+def _piece(I, apart, BI: tl.constexpr):
+    """Of this program: where its numbers lie, in rows that are so far `apart` and in rows end to
+    end, and which of them are there.
+    """
+    pieces = tl.cdiv(I, BI)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    i = tl.program_id(0) % pieces * BI + tl.arange(0, BI)
+    return row * apart + i, row * I + i, i < I
 
 
 @triton.jit
-def _silu_mul_backward(GATE, UP, DY, DGATE, DUP, N, BN: tl.constexpr):
-    n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    gate = tl.load(GATE + n, mask=n < N, other=0.0)
+def _silu_mul(GATE, UP, Y, I, apart, EARLY: tl.constexpr, BI: tl.constexpr):
+    """Rounded where transformers rounds: after silu, and after the product."""
+    at, flat, there = _piece(I, apart, BI)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    gate = tl.load(GATE + at, mask=there, other=0.0)
+    up = tl.load(UP + at, mask=there, other=0.0).to(tl.float32)
     dtype = gate.dtype
     gate = gate.to(tl.float32)
-    up = tl.load(UP + n, mask=n < N, other=0.0).to(tl.float32)
-    dy = tl.load(DY + n, mask=n < N, other=0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(Y + flat, (silu * up).to(dtype), mask=there)
+
+
+@triton.jit
+def _silu_mul_backward(GATE, UP, DY, DGATE, DUP, I, apart, BI: tl.constexpr):
+    at, flat, there = _piece(I, apart, BI)
+    gate = tl.load(GATE + at, mask=there, other=0.0)
+    dtype = gate.dtype
+    gate = gate.to(tl.float32)
+    up = tl.load(UP + at, mask=there, other=0.0).to(tl.float32)
+    dy = tl.load(DY + flat, mask=there, other=0.0).to(tl.float32)
     chance = 1.0 / (1.0 + tl.exp(-gate))
     dgate = dy * up * chance * (1.0 + gate * (1.0 - chance))
-    tl.store(DGATE + n, dgate.to(dtype), mask=n < N)
-    tl.store(DUP + n, (dy * gate * chance).to(dtype), mask=n < N)
+    tl.store(DGATE + at, dgate.to(dtype), mask=there)
+    tl.store(DUP + at, (dy * gate * chance).to(dtype), mask=there)
+
+
+def _launch(rows: Tensor) -> tuple[tuple[int], int]:
+    """Programs, and numbers of each."""
+    block = min(AT_ONCE, triton.next_power_of_2(rows.shape[1]))
+    return (rows.shape[0] * triton.cdiv(rows.shape[1], block),), block
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Of contiguous tensors of one shape."""
-    y = torch.empty_like(gate)
+    """[N, I] of two such, whose rows lie alike."""
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if y.numel():
-        grid = (triton.cdiv(y.numel(), AT_ONCE),)
-        _silu_mul[grid](gate, up, y, y.numel(), BN=AT_ONCE, num_warps=4, **early())
+        grid, block = _launch(gate)
+        _silu_mul[grid](
+            gate, up, y, gate.shape[1], gate.stride(0), BI=block, num_warps=4, **early()
+        )
     return y
 
 
-def silu_mul_backward(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of both."""
-    dgate = torch.empty_like(gate)
-    dup = torch.empty_like(up)
+def silu_mul_backward(gate: Tensor, up: Tensor, dy: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    """Gradients of both, into tensors that lie as they do. dy [N, I], contiguous."""
     if dy.numel():
-        grid = (triton.cdiv(dy.numel(), AT_ONCE),)
-        _silu_mul_backward[grid](gate, up, dy, dgate, dup, dy.numel(), BN=AT_ONCE, num_warps=4)
-    return dgate, dup
+        grid, block = _launch(gate)
+        _silu_mul_backward[grid](
+            gate, up, dy, dgate, dup, gate.shape[1], gate.stride(0), BI=block, num_warps=4
+        )
