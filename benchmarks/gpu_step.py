@@ -20,6 +20,7 @@ import asyncio
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -249,24 +250,32 @@ def save_for_peer(model: CausalModel, tokenizer: str, folder: Path) -> Path:
 
 
 def run_peer(python: str, path: str, script: str, *args: str) -> list[dict[str, Any]]:
-    """The JSON lines that a peer's script printed; its own complaints go to our stderr."""
+    """The JSON lines that a peer's script printed; its own complaints go to our stderr. What it
+    said until it is interrupted counts.
+    """
     env = {
         **os.environ,
         "PYTHONPATH": path or os.environ.get("PYTHONPATH", ""),
         "HF_HUB_OFFLINE": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
-    done = subprocess.run(
-        [python, str(Path(__file__).parent / "peers" / script), *args],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"peer"')]
-    if not found:
-        print(done.stdout[-2000:], done.stderr[-4000:], file=sys.stderr)
-    return found
+    command = [python, str(Path(__file__).parent / "peers" / script), *args]
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
+        process = subprocess.Popen(
+            command, env=env, stdout=said, stderr=complained, start_new_session=True
+        )
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            os.killpg(process.pid, signal.SIGKILL)
+            print(f"{script} was cut off", file=sys.stderr)
+        said.seek(0)
+        complained.seek(0)
+        lines = said.read().splitlines()
+        whole = [line for line in lines if line.startswith('{"peer"') and line.endswith("}")]
+        if not whole or process.returncode:
+            print("\n".join(lines)[-2000:], complained.read()[-4000:], file=sys.stderr)
+    return [json.loads(line) for line in whole]
 
 
 def main() -> None:
