@@ -6,6 +6,7 @@ Legend: N tokens, H heads, E numbers that are normed together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from reinforge.models.exact import RowWiseMode
 from reinforge.models.norms import NormKind, kind_of, rms_norm
+from reinforge.models.quick_norm import QuickNorm
 
 
 class _ScaledNorm(torch.autograd.Function):
@@ -54,18 +56,19 @@ def scaled_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class ExactNorm:
-    """The forward of an RMS norm inside `RowWiseMode` on a GPU; anywhere else it is the module's
-    own. `replace_norms` makes one per norm.
+    """The forward of an RMS norm inside `RowWiseMode` on a GPU; anywhere else it is what it was.
+    `replace_norms` makes one per norm.
     """
 
-    def __init__(self, module: Any):
+    def __init__(self, module: Any, before: Callable[..., Tensor] | None):
         self.module = module
+        self.before = before  # None: the forward of its class
 
     def forward(self, x: Tensor) -> Tensor:
         module = self.module
         if x.is_cuda and x.dtype == module.weight.dtype and RowWiseMode.active():
             return scaled_norm(x, module.weight, module.variance_epsilon)
-        out: Tensor = type(module).forward(module, x)
+        out: Tensor = self.before(x) if self.before else type(module).forward(module, x)
         return out
 
 
@@ -76,12 +79,14 @@ def replace_norms(module: nn.Module) -> int:
     known: dict[type, bool] = {}
     count = 0
     for part in module.modules():
-        if not hasattr(part, "variance_epsilon") or "forward" in vars(part):
+        before = vars(part).get("forward")
+        quick = isinstance(getattr(before, "__self__", None), QuickNorm)
+        if not hasattr(part, "variance_epsilon") or (before is not None and not quick):
             continue
         kind = type(part)
         if kind not in known:
             known[kind] = kind_of(part) is NormKind.PLAIN
         if known[kind]:
-            part.forward = ExactNorm(part).forward  # type: ignore[method-assign]
+            part.forward = ExactNorm(part, before).forward  # type: ignore[method-assign]
             count += 1
     return count

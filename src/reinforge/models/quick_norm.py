@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from reinforge.models.attention import HAS_TRITON
 from reinforge.models.decoding import is_decoding
+from reinforge.models.exact import RowWiseMode
 from reinforge.models.norms import NormKind, eps_of, kind_of
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -23,7 +24,7 @@ NARROW = (torch.bfloat16, torch.float16)
 def takes_kernel(x: Tensor, weight: Tensor) -> bool:
     """Whether a kernel computes with these: on a GPU, of one type, as plain tensors (no shapes
     without numbers, no shards) and not in what the compiler makes kernels of. Float32 trains as
-    transformers computes it.
+    transformers computes it, exact mode has its own.
     """
     return (
         x.is_cuda
@@ -31,6 +32,7 @@ def takes_kernel(x: Tensor, weight: Tensor) -> bool:
         and type(x) is Tensor
         and type(weight) in (Tensor, nn.Parameter)
         and not torch.compiler.is_compiling()
+        and not RowWiseMode.active()
         and (is_decoding() or x.dtype in NARROW)
     )
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from reinforge.models.attention import HAS_TRITON
-from reinforge.models.exact import RowWiseMode
 from reinforge.models.quick_norm import takes_kernel
 
 NAME = "apply_rotary_pos_emb"
@@ -86,7 +85,6 @@ def _asking(plain: Rotary) -> Rotary:
         if (
             args
             or kwargs
-            or RowWiseMode.active()
             or q.ndim != 4
             or q.shape[0] != 1
             or cos.shape[:-1] != (1, q.shape[2])
