@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,8 +51,11 @@ def test_an_advantage_and_a_loss_of_ones_own(make: Make) -> None:
     norm = lines(plain)[-1]["train/grad_norm"]
     assert same.metrics["train/grad_norm"] == norm and seen == [16]
     assert twice.metrics["train/grad_norm"] == pytest.approx(2 * norm, rel=1e-4)
+    longer = Path(double.run.dir, "longer.json")
+    asked = json.loads(Path(double.run.dir, "config.json").read_text())
+    longer.write_text(json.dumps(asked | {"train": asked["train"] | {"steps": 2}}))
     with pytest.raises(InputError, match=r"algorithm\.advantage: doubled was given as a Python"):
-        reinforge.train(double.run.dir + "/config.json", data=DATA, rewards=[odd])
+        reinforge.train(longer, data=DATA, rewards=[odd])
 
 
 def test_a_loss_that_can_be_imported_is_found_again(make: Make) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
 
 from reinforge.core.errors import EXIT_TERMINATED, InputError
 from reinforge.serve.options import ServeOptions, is_loopback, listen
 from reinforge.ui.options import KEY, AppOptions
+
+AGAIN = 1.0  # seconds until a signal that was lost comes again
 
 
 def serve_app(options: AppOptions, *, show: bool) -> None:
@@ -31,24 +36,36 @@ def serve_app(options: AppOptions, *, show: bool) -> None:
             where="ui",
             fix="pip install 'reinforge[ui]'",
         ) from error
-    asked_to_end = False
-
-    def end(number: int, frame: Any) -> None:
-        nonlocal asked_to_end
-        asked_to_end = True
-        raise SystemExit(EXIT_TERMINATED)
-
-    # uvicorn gives the signal back when it is done: then what the app started is ended too
-    signal.signal(signal.SIGTERM, end)
-    with listen(ServeOptions(host=options.host, port=options.port)) as listener:
+    with ending_by_signal(), listen(ServeOptions(options.host, options.port)) as listener:
         app = make_app(options, token)
         address = address_of(options.host, listener.getsockname()[1], token)
         print(f"{options.root}: {address}  (Ctrl-C ends)", flush=True)
         if show:
             webbrowser.open(address)
-        if asked_to_end:  # what a handler raises is lost if it interrupts a finalizer
-            raise SystemExit(EXIT_TERMINATED)
         run(app, listener, options.limits)
+
+
+@contextmanager
+def ending_by_signal() -> Iterator[None]:
+    """SIGTERM ends what is inside by `SystemExit`, so that what the app started is ended too;
+    uvicorn, which has a handler of its own, gives the signal back when it is done. What a handler
+    raises is lost if it interrupts a finalizer: then the signal comes again.
+    """
+    again: list[threading.Timer] = []
+
+    def end(number: int, frame: Any) -> None:
+        again.append(threading.Timer(AGAIN, os.kill, (os.getpid(), number)))
+        again[-1].daemon = True
+        again[-1].start()
+        raise SystemExit(EXIT_TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        for timer in again:
+            timer.cancel()
+        signal.signal(signal.SIGTERM, before)
 
 
 def token_of(options: AppOptions) -> str | None:

@@ -53,7 +53,7 @@ def test_what_is_written_is_what_was_measured(
     assert (plain.variant, exact.variant, peer.variant) == ("fp32", "fp32 exact", "bf16")
     assert [r.key for r in plain.rounds] == [1, 2, 3]
     assert all(4 <= r.tokens <= 4 * 24 and r.longest <= 24 for r in plain.rounds)
-    mismatches = {"mismatch_model", "mismatch_fp8"}
+    mismatches = {f"mismatch_{name}" for name in ("model", "model_max", "fp8", "fp8_max")}
     assert {"preemptions", "captures", "peak_gib", *mismatches} == plain.details.keys()
     assert plain.details["mismatch_model"] < 1e-5
     assert plain.details["mismatch_fp8"] > 1e-4, "sampled in float32"

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from helpers.toy_rewards import digits, short
 from helpers.web_app import AppClient, web_app
 from reinforge.algorithms.catalogue import TABLE
 from reinforge.core.errors import EXIT_TERMINATED
+from reinforge.ui import server
 from reinforge.ui.event_lines import event_lines
 from reinforge.ui.sample_index import SampleFilter, SampleIndex
 from reinforge.watch.runs import show_run
@@ -322,3 +324,20 @@ def test_an_app_that_is_asked_to_end_ends_as_other_commands_do(tmp_path: Path) -
         assert app.stdout is not None and "http://127.0.0.1:" in app.stdout.readline()
         app.send_signal(signal.SIGTERM)
         assert app.wait(timeout=60) == EXIT_TERMINATED
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_meets_a_finalizer_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "AGAIN", 0.05)
+    before = signal.getsignal(signal.SIGTERM)
+
+    class Loses:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended, server.ending_by_signal():
+        Loses()
+        reached = True
+        time.sleep(10)
+    assert reached and ended.value.code == EXIT_TERMINATED
+    assert signal.getsignal(signal.SIGTERM) == before
