@@ -47,7 +47,7 @@ def serve_app(options: AppOptions, *, show: bool) -> None:
 
 @contextmanager
 def ending_by_signal() -> Iterator[None]:
-    """SIGTERM ends what is inside by `SystemExit`, so that what the app started is ended too;
+    """SIGTERM ends what is inside as Ctrl-C does, so that what the app started is ended too;
     uvicorn, which has a handler of its own, gives the signal back when it is done. What a handler
     raises is lost if it interrupts a finalizer: then the signal comes again.
     """
