@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.kernels.common import early
+from reinforge.models.kernels.common import early, rounded_silu
 
 AT_ONCE = 2048
 
@@ -37,10 +37,8 @@ def _silu_mul(GATE, UP, Y, I, apart, EARLY: tl.constexpr, BI: tl.constexpr):
         tl.extra.cuda.gdc_wait()
     gate = tl.load(GATE + at, mask=there, other=0.0)
     up = tl.load(UP + at, mask=there, other=0.0).to(tl.float32)
-    dtype = gate.dtype
-    gate = gate.to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(Y + flat, (silu * up).to(dtype), mask=there)
+    silu = rounded_silu(gate.to(tl.float32), Y.dtype.element_ty).to(tl.float32)
+    tl.store(Y + flat, (silu * up).to(Y.dtype.element_ty), mask=there)
 
 
 @triton.jit

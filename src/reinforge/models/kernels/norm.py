@@ -67,10 +67,7 @@ def rms_norm(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
-    rows = _rows(x)
-    gates = rows if gate is None else _rows(gate.expand(x.shape))
-    if gates.shape[1] != rows.shape[1]:
-        rows, gates = (part.reshape(1, -1, size) for part in (rows, gates))
+    rows, gates = _rows_of_both(x, gate)
     _rms_norm[(y.numel() // size,)](
         rows,
         gates,
@@ -175,10 +172,7 @@ def rms_norm_backward(
     programs = triton.cdiv(count, each)
     sums = torch.empty(programs if weighs else 0, size, dtype=torch.float32, device=x.device)
     if count:
-        rows = _rows(x)
-        gates = rows if gate is None else _rows(gate.expand(x.shape))
-        if gates.shape[1] != rows.shape[1]:
-            rows, gates = (part.reshape(1, -1, size) for part in (rows, gates))
+        rows, gates = _rows_of_both(x, gate)
         _rms_norm_backward[(programs,)](
             rows,
             gates,
@@ -204,6 +198,15 @@ def rms_norm_backward(
             num_warps=16 if size > 4096 else 8 if size > 2048 else 4,
         )
     return dx, sums.sum(0).to(weight.dtype) if weighs else None, dgate
+
+
+def _rows_of_both(x: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x and gate as [N, H, E] with the same H; without a gate x twice."""
+    rows = _rows(x)
+    gates = rows if gate is None else _rows(gate.expand(x.shape))
+    if gates.shape[1] != rows.shape[1]:
+        rows, gates = (part.reshape(1, -1, x.shape[-1]) for part in (rows, gates))
+    return rows, gates
 
 
 def _rows(x: Tensor) -> Tensor:
