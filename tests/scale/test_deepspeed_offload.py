@@ -22,6 +22,7 @@ from reinforge.algorithms.losses.value import ValueLoss
 from reinforge.backends.deepspeed.backend import DeepSpeedBackend
 from reinforge.backends.deepspeed.worker import DeepSpeedWorker
 from reinforge.backends.distributed.ranks import Ranks
+from reinforge.backends.memory_model import gradient_bytes
 from reinforge.core.batch import Totals, pack
 from reinforge.core.errors import InputError
 
@@ -96,6 +97,40 @@ def test_stage_1_in_bfloat16_is_stage_2(ranks: Ranks) -> None:
         assert first.grad_norm > 0.5, "clipped"
     assert relative(one.state().tensors, two.state().tensors) < 1e-5
     one.close(), two.close()
+
+
+def held_gradients(shard: DeepSpeedWorker) -> tuple[int, int]:
+    """(bytes of gradients that a rank has, what it says that it has)."""
+    zero = shard.optimizer.zero
+    found = [p.grad for p in shard.optimizer.parameters.values() if p.grad is not None]
+    if shard.cfg.deepspeed.stage == 1 and shard.itemsize == 2:
+        found += zero.fp32_groups_gradients_flat
+    elif shard.cfg.deepspeed.stage >= 2:
+        grads = zero.averaged_gradients or zero.all_grad_tensors
+        found += [t for group in grads.values() for t in group if t is not None]
+    return sum(t.numel() * t.element_size() for t in found), gradient_bytes(shard.facts())
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "each"),
+    [(1, "full", 4), (1, "bfloat16", 6), (2, "full", 2), (2, "bfloat16", 2)],
+)
+def test_ranks_know_the_gradients_that_they_hold(
+    ranks: Ranks, stage: int, kind: str, each: int
+) -> None:
+    """All of them below stage 2, by bytes of a weight. What a rank says has the largest gradient of
+    16 bits beside its sums, before it is added, and no padding.
+    """
+    zero = many(ranks, stage, kind)
+    batches = pack(make_samples(LENGTHS, 0), 24)
+    zero.forward_backward(batches, NLLLoss(), Totals.of(batches, 32))
+    facts = zero.worker.facts()
+    learned = sum(p.numel() for p in load(kind).module.parameters())
+    passing = facts.vocab * facts.hidden * 2 if (stage, kind) == (2, "bfloat16") else 0
+    for held, said in ranks.call(zero.id, held_gradients):
+        assert said == learned * each + passing
+        assert held == pytest.approx(learned * each, rel=0.002)
+    zero.close()
 
 
 OFFLOADED = [

@@ -93,6 +93,8 @@ def gradient_bytes(f: ModelFacts) -> int:
     """Sums, and the largest gradient as it comes out of the backward, before it is added (the
     embedding's). Of shards the sums; what comes out of the backward is in `gathered`.
     """
+    if f.gradients is not None:
+        return f.gradients
     if f.shards is not None:
         return f.learning() * FLOAT // f.shards
     each = f.itemsize if f.narrow and f.masters else FLOAT

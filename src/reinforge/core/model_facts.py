@@ -61,6 +61,7 @@ class ModelFacts:
     shared: int = 0  # inner size of experts that every token meets
     weights: int | None = None
     trained: int | None = None
+    gradients: int | None = None  # their bytes on one device; None: of all that is trained
     matrices: int | None = None  # counted in the layers; None: computed from the sizes
     met: int | None = None  # of these, by one token
     packed: int = 0  # of the weights, in NF4

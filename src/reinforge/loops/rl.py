@@ -134,8 +134,14 @@ class RLTrainer:
             prepared = await self._aside(lambda: step.prepared)
         self.source.commit(rollouts, run.step, self._version())
         trace = None
-        if self.tracer is not None and run.records(step.number):
-            trace = self.tracer.begin(rollouts, prepared.minibatches, step.changed)
+        if self.tracer is not None:
+            # of every step: any may turn out to be the last
+            trace = self.tracer.begin(
+                rollouts,
+                prepared.minibatches,
+                step.changed,
+                asks_loss=run.records(step.number),
+            )
         with run.phase("train"):
             updates = Updates()
             if not step.skipped:
@@ -167,7 +173,7 @@ class RLTrainer:
         )
         record = None
         if trace is not None:
-            record = trace.record(done.skipped, metrics.get("train/loss"))
+            record = partial(trace.record, done.skipped, metrics.get("train/loss"))
         await run.end_step(step, done, rollouts.groups, record)
 
     def _seen(self, rollouts: RolloutBatch) -> Metrics:

@@ -13,8 +13,9 @@ import math
 import signal
 import time
 import traceback
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -138,7 +139,8 @@ class Run:
         self._evaluation_asked = False
         self._end_told = False
         # samples of the newest step, where they are recorded only if no step follows
-        self._unrecorded: list[dict[str, Any]] = []
+        # writes samples and groups of the newest step, where only a last step has them written
+        self._write_step: Callable[[], None] | None = None
 
     # ---- begin ----
 
@@ -377,11 +379,12 @@ class Run:
         opened: RunStep,
         step: TrainingStep,
         groups: Sequence[Group] = (),
-        trace: Mapping[str, Any] | None = None,
+        trace: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         """Counts the step, logs it, and does what is due at its boundary.
 
-        `trace`: what the step did with its groups, where that is recorded (loops/trace.py).
+        `trace` makes the record of what the step did with its groups (loops/trace.py); it is called
+        where that is written.
         """
         self.step += 1
         self._tell_profile(self.profile.end_step(self.step))
@@ -441,25 +444,36 @@ class Run:
         every = self.cfg.run.log.samples_every
         return every > 0 and ((step - 1) % every == 0 or step == self.total)
 
-    def _show_samples(self, groups: Sequence[Group], trace: Mapping[str, Any] | None) -> None:
+    def _show_samples(
+        self, groups: Sequence[Group], trace: Callable[[], Mapping[str, Any]] | None
+    ) -> None:
         log = self.cfg.run.log
-        if trace:
-            self.recorder.groups(self.step, trace)
-        self._unrecorded = []
-        if not groups or not log.samples_every:
-            return
-        training = trace["samples"] if trace else None
-        found = sample_records(self.step, groups, log.samples, training=training)
+        self._write_step = partial(self._write_samples, self.step, groups, trace)
         if self.records(self.step):
-            self.recorder.write_samples(found)
-            self.view.table(groups[: log.samples])
-        else:
-            self._unrecorded = found
+            self._record_last()
+            if groups:
+                self.view.table(groups[: log.samples])
 
     def _record_last(self) -> None:
-        """The samples of a step that is the last, which nobody knew before."""
-        self.recorder.write_samples(self._unrecorded)
-        self._unrecorded = []
+        """Samples and groups of the newest step; also those of one that is the last, which nobody
+        knew before.
+        """
+        if self._write_step is not None and self.cfg.run.log.samples_every:
+            self._write_step()
+        self._write_step = None
+
+    def _write_samples(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        trace: Callable[[], Mapping[str, Any]] | None,
+    ) -> None:
+        told = None if trace is None else trace()
+        if told:
+            self.recorder.groups(step, told)
+        training = told["samples"] if told else None
+        limit = self.cfg.run.log.samples
+        self.recorder.write_samples(sample_records(step, groups, limit, training=training))
 
     def _anchor(self, opened: RunStep, step: TrainingStep) -> None:
         """What the step can be found and compared by."""

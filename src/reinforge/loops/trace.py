@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -55,13 +56,16 @@ class Tracer:
         rollout_batch: RolloutBatch,
         minibatches: Sequence[Sequence[Batch]],
         changed: Collection[str] = (),
+        *,
+        asks_loss: bool = True,
     ) -> StepTrace | None:
         """After the advantages of a step are there, before it is trained. `changed`: of rewards
-        and advantages, what the caller has set.
+        and advantages, what the caller has set. `asks_loss`: the loss tells numbers of single
+        samples, which sorts the tokens of every pass.
         """
         if not self.groups:
             return None
-        return StepTrace(self, rollout_batch, minibatches, sorted(changed))
+        return StepTrace(self, rollout_batch, minibatches, sorted(changed), asks_loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class StepTrace:
     rollout_batch: RolloutBatch
     minibatches: Sequence[Sequence[Batch]]
     changed: list[str] = field(default_factory=list)  # what the caller has set
+    asks_loss: bool = True
     slots: int = 0
     totals: list[Totals] = field(default_factory=list)
 
@@ -96,8 +101,16 @@ class StepTrace:
         # now: coefficients may move after the step
         self._algorithm = explained(self.tracer.algorithm)
         self._computed_by = self._algorithm.pop("computed_by")
+        self._first_slot: dict[str, int] = {}
+        self._said: dict[int, Metrics] = {}
+        if self.asks_loss:
+            self._give_slots()
+
+    @cached_property
+    def _places(self) -> dict[str, _RowPosition]:
+        """By the uid of a sample."""
         unit = self.tracer.algorithm.loss.unit
-        self._places: dict[str, _RowPosition] = {}
+        found: dict[str, _RowPosition] = {}
         for number, minibatch in enumerate(self.minibatches):
             for batch in minibatch:
                 ends = [0, *batch.trained_lengths().cumsum(0).tolist()]
@@ -105,16 +118,17 @@ class StepTrace:
                     other = batch.samples[i + 1 - 2 * (i % 2)] if unit == 2 else None
                     side = ("chosen", "rejected")[i % 2] if unit == 2 else ""
                     place = _RowPosition(number, batch, sample, ends[i], ends[i + 1], other, side)
-                    self._places.setdefault(sample.uid, place)
-        self._no_signal = {
+                    found.setdefault(sample.uid, place)
+        return found
+
+    @cached_property
+    def _no_signal(self) -> dict[str, str | None]:
+        """Why a sample has no gradient, by its uid."""
+        return {
             s.uid: self._why(s, group, kind)
             for kind, group in self._groups()
             for s in group.samples
         }
-        self._first_slot: dict[str, int] = {}
-        self._said: dict[int, Metrics] = {}
-        self._shown = self._choose()
-        self._give_slots()
 
     def _groups(self) -> list[tuple[str, Group]]:
         rollout_batch = self.rollout_batch
@@ -125,7 +139,8 @@ class StepTrace:
             *(("stale", group) for group in rollout_batch.stale),
         ]
 
-    def _choose(self) -> list[tuple[str, Group]]:
+    @cached_property
+    def _shown(self) -> list[tuple[str, Group]]:
         """Groups that teach come first."""
 
         def idle(item: tuple[str, Group]) -> bool:

@@ -29,6 +29,7 @@ from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, Terminated
 from reinforge.loops.rl import RLTrainer
 from reinforge.watch.timing import PhaseTimer
+from reinforge.watch.why import wrong_advantages
 
 # resume
 
@@ -659,9 +660,17 @@ def test_the_last_step_is_recorded(make: Callable[..., Config]) -> None:
         if step.number == 2:
             trainer.stop("enough")
     assert recorded_steps(cfg, "samples.jsonl") == [1, 2]
+    foreseen, last = lines(cfg, "groups.jsonl")
+    assert (foreseen["step"], last["step"]) == (1, 2) and last["policy_trained"]
+    assert last["minibatches"] and last["loss"] is not None
+    # rewards and advantages that fit each other; what the loss said of single samples was not asked
+    assert not any(wrong_advantages(last, group) for group in last["groups"])
+    for record, told in ((foreseen, True), (last, False)):
+        trained = [s for g in record["groups"] for s in g["samples"] if not s["no_signal"]]
+        assert trained and all(("loss" in s) is told and "advantage" in s for s in trained)
     launch(cfg)
     assert recorded_steps(cfg, "samples.jsonl") == [1, 2, 3, 4]
-    assert recorded_steps(cfg, "groups.jsonl") == [1, 3, 4]
+    assert recorded_steps(cfg, "groups.jsonl") == [1, 2, 3, 4]
     never = make("never", "grpo", "train.steps=2", "run.log.samples_every=0")
     launch(never)
     assert not recorded_steps(never, "samples.jsonl")

@@ -33,7 +33,7 @@ from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.core.kv_pool import KEEP
 from reinforge.core.metrics import LossMetrics
-from reinforge.core.model_facts import ModelFacts
+from reinforge.core.model_facts import FLOAT, ModelFacts
 from reinforge.core.report import StepReport
 from reinforge.models.adapters import begins_as_base
 from reinforge.models.causal import CausalModel
@@ -99,13 +99,23 @@ class DeepSpeedWorker(RankWorker):
         super().__init__(model, cfg, **settings)
 
     def facts(self) -> ModelFacts:
-        """With this rank's share of the weights, where they are cut."""
+        """With this rank's share of what is cut: masters and moments from stage 1 on, gradients
+        from stage 2, weights in stage 3.
+        """
         size = self.member.size
         whole = replace(self._facts, offload=self.cfg.deepspeed.offload_optimizer != "none")
         stage = self.cfg.deepspeed.stage
         weights = (whole.weights or 0) // (size if stage == 3 else 1)
         trained = (whole.trained or 0) // (size if stage else 1)
-        return replace(whole, weights=weights, trained=trained)
+        share = replace(whole, weights=weights, trained=trained)
+        return replace(share, gradients=self._gradients(whole, share))
+
+    def _gradients(self, whole: ModelFacts, share: ModelFacts) -> int:
+        """Their bytes on this rank. In stage 1 those of 16 bits stay beside their sums."""
+        stage = self.cfg.deepspeed.stage
+        if stage == 1 and whole.masters:
+            return whole.learning() * (FLOAT + whole.itemsize)
+        return gradient_bytes(share if stage >= 2 else whole)
 
     def _budget(self, reference: bool, paired: bool) -> int:
         """As for one process, with a share of masters and moments, and in stage 3 two layers and
