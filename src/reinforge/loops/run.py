@@ -410,6 +410,7 @@ class Run:
         self.callbacks.step(self.control, opened)
         await self._boundary()
         await self._obey_doctor()
+        self._write_step = None  # it goes on, and the samples of the step may go
         self._profile_next()
         await asyncio.sleep(0)
         if self.signals.received and self.going():
@@ -656,6 +657,8 @@ class Run:
     ) -> None:
         try:
             self._tell_profile(self.profile.write(self.step))
+            if error is not None and not isinstance(error, Terminated):
+                self._record_last()  # where the end of a step has ended the run
             if self.terminating:
                 self.recorder.event("signal", signal=self.terminating.name, step=self.step)
             if isinstance(error, Terminated) and self.checkpointer.unsaved(self.step):

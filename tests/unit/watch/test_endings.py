@@ -113,6 +113,7 @@ def test_a_stopped_run_has_a_report_that_says_why(make: Callable[..., Config]) -
     assert "goes on from its newest checkpoint" in check(
         cfg, view, "stopped", "3 steps in a row had no sample that could be scored"
     )
+    assert [line["step"] for line in lines(cfg, "groups.jsonl")] == [1, 3]
 
 
 def test_a_failed_run_has_a_report_that_says_why(
