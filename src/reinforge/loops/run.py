@@ -459,9 +459,9 @@ class Run:
         """Samples and groups of the newest step; also those of one that is the last, which nobody
         knew before.
         """
-        if self._write_step is not None and self.cfg.run.log.samples_every:
-            self._write_step()
-        self._write_step = None
+        write, self._write_step = self._write_step, None
+        if write is not None and self.cfg.run.log.samples_every:
+            write()
 
     def _write_samples(
         self,
