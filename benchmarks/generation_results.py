@@ -9,7 +9,7 @@ so several calls fill one file. An entry:
 | field | |
 |---|---|
 | `engine` | `reinforge` or a peer (`vllm`) |
-| `shape` | of the model: `0.5b`, `1.5b`, `7b` |
+| `shape` | of the model: `0.5b`, `1.5b`, `7b`, `moe`, `hybrid` |
 | `variant` | the precision (`bf16`, `fp8`), and what else is not the default: `bf16 exact` |
 | `workload` | a name of `WORKLOADS` in gpu_generate.py |
 | `device` | the GPU |
@@ -19,7 +19,8 @@ so several calls fill one file. An entry:
 
 Numbers of one round follow from its fields; the medians are written for whoever reads the file.
 `mismatch_model` and `mismatch_fp8` are mean differences of log-probs from a trainer with products
-of that precision.
+of that precision. Where `details` has `median_of`, the one round is the median of so many, as the
+table printed it, and the others were not kept.
 """
 
 from __future__ import annotations

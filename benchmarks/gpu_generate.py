@@ -253,19 +253,20 @@ def floor_of(
     lengths: list[int],
     numbers: Numbers,
 ) -> float:
-    """Seconds to read the weights once per step and every sequence's cache once per token of it, or
-    to do the products (in FP8 twice as many a second), whichever takes longer.
+    """Seconds to read the weights once per step (of experts the fewest that it can need) and every
+    sequence's cache once per token of it, or to do the products (in FP8 twice as many a second),
+    whichever takes longer.
     """
     per_token = cache_numbers(model) * model.dtype.itemsize
     if numbers.cache_precision == "fp8":
         head = model.config.hidden_size // model.config.num_attention_heads
         per_token = cache_numbers(model) * (head + 4) // head
-    weights = weights_read(model, len(lengths)) * model.dtype.itemsize
+    weights = weights_read(model) * model.dtype.itemsize
     if model.head.weight is not model.causal.get_input_embeddings().weight:
         weights -= model.head.weight.numel() * model.dtype.itemsize  # of which a step reads rows
     cache = sum(n * work.prompt + n * (n - 1) // 2 for n in lengths) * per_token
     cache += sum(lengths) * state_bytes(model)
-    seconds = 2 * weights_read(model, 1) * sum(lengths) / FLOPS
+    seconds = 2 * weights_read(model) * sum(lengths) / FLOPS
     if numbers.precision == "fp8":
         weights -= sum(p.numel() for p in model.layers.parameters()) * (model.dtype.itemsize - 1)
         seconds /= 2

@@ -135,14 +135,14 @@ def random_model(shape: str, device: torch.device) -> CausalModel:
     return CausalModel(module.eval())
 
 
-def weights_read(model: CausalModel, tokens: int) -> float:
-    """Weights that this many tokens need together: of experts those that one of them goes to, if
-    all are liked alike.
+def weights_read(model: CausalModel) -> float:
+    """The fewest weights that tokens need, however many they are: of experts those of one token,
+    for all others may go to the same ones, as answers to one prompt of a random model nearly do.
     """
     c = model.config
     share = 1.0
     if experts := getattr(c, "num_experts", None):
-        share = 1 - (1 - c.num_experts_per_tok / experts) ** tokens
+        share = c.num_experts_per_tok / experts
     return sum(
         part.numel() * (share if ".experts." in name else 1.0)
         for name, part in model.module.named_parameters()
@@ -172,10 +172,10 @@ def floors(model: CausalModel, response: float, prompts: int = PROMPTS) -> dict[
     does its flops once.
     """
     rows = prompts * GROUP
-    body = weights_read(model, 1)
+    body = weights_read(model)
     cache = 2 * cache_numbers(model) * (PROMPT + response / 2)
     flops = 2 * body * rows * (response + PROMPT / GROUP)
-    reads = response * (weights_read(model, rows) * 2 + rows * (cache + state_bytes(model)))
+    reads = response * (body * 2 + rows * (cache + state_bytes(model)))
     return {
         "generate": max(reads / BANDWIDTH, flops / FLOPS),
         "train": 6 * body * rows * (response + PROMPT) / FLOPS,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from helpers.paths import ROOT
 from reinforge.models.causal import CausalModel
@@ -22,7 +23,7 @@ from reinforge.models.causal import CausalModel
 def bench() -> Iterator[dict[str, Any]]:
     """The scripts import each other by their names."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("generation_results", "gpu_generate", "plot_gpu")
+    names = ("generation_results", "gpu_generate", "gpu_step", "plot_gpu")
     yield {name: importlib.import_module(name) for name in names}
     sys.path.remove(str(ROOT / "benchmarks"))
 
@@ -74,6 +75,41 @@ def test_a_second_measurement_takes_the_place_of_the_first(
     newer = replace(measured[0], rounds=measured[0].rounds[:1])
     other = replace(measured[0], workload="wide")
     assert results.add_results(path, [newer, other]) == [newer, *measured[1:], other]
+
+
+@pytest.mark.parametrize("like", [True, False], ids=["one prompt", "tokens of all kinds"])
+def test_no_tokens_need_fewer_experts_than_the_floor_counts(
+    bench: dict[str, Any], like: bool
+) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(0)
+    module = Qwen3MoeForCausalLM(config).eval()
+    rows = torch.full((16, 4), 7) if like else torch.randint(64, (16, 4))
+    with torch.no_grad():
+        logits = module(rows, output_router_logits=True).router_logits
+    used = sum(len(block[3::4].topk(2).indices.unique()) for block in logits)  # by the last tokens
+    parts = dict(module.named_parameters())
+    one = sum(part.numel() / 16 for name, part in parts.items() if ".experts." in name)
+    read = sum(part.numel() for part in parts.values()) - (16 - used) * one
+    floor = bench["gpu_step"].weights_read(CausalModel(module))
+    assert floor == read if like else floor < read
+
+
+def test_nothing_in_the_repository_was_faster_than_its_floor(bench: dict[str, Any]) -> None:
+    kept = bench["generation_results"].read_results(ROOT / "benchmarks/results/gpu_generate.json")
+    assert {"0.5b", "7b", "moe", "hybrid"} == {result.shape for result in kept}
+    for result in kept:
+        assert all(0 < r.share_of_floor < 1 for r in result.rounds), result.place
 
 
 def test_the_table_has_the_peer_beside_ours(bench: dict[str, Any], measured: list[Any]) -> None:
