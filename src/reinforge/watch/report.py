@@ -48,6 +48,7 @@ SECTIONS = (
     ("Response", r"response/"),
     ("Policy", r"(policy|mismatch|groups)/"),
     ("Training", r"train/"),
+    ("Experts", r"experts/"),
     ("Faults", r"(faults|sandbox)/"),
     ("Throughput", r"(tokens|tokens_per_second|efficiency|memory)\b"),
     ("Other", r""),

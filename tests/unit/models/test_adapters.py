@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -203,6 +204,26 @@ def test_experts_compute_with_the_matrices_of_an_adapter_as_peft_adds_them(arch:
     for name, grad in grads.items():
         gap = float((grad - others[name]).norm())
         assert gap <= 1e-3 * float(others[name].norm()) + 1e-6, name
+
+
+@pytest.mark.parametrize(
+    ("arch", "found"),
+    [
+        *((arch, True) for arch in ("qwen3_next", "olmoe", "deepseek_v3", "glm4_moe")),
+        *((arch, False) for arch in ("gpt_oss", "granitemoe", "llama4_text", "qwen3_5_moe")),
+    ],
+)
+def test_whose_experts_are_among_all_linear_layers(arch: str, found: bool) -> None:
+    """As docs/adapters.md says; where they are not, they are found by name."""
+
+    def trained(**asked: Any) -> list[str]:
+        wrapped = add_adapter(make_architecture(arch), AdapterConfig(rank=2, **asked), seed=0)
+        return [name for name, p in wrapped.named_parameters() if p.requires_grad]
+
+    assert any(".experts." in name for name in trained()) == found
+    if not found:
+        named = trained(targets=["q_proj", "gate_up_proj", "down_proj"])
+        assert any(".experts." in name for name in named)
 
 
 def test_unknown_targets_are_an_input_error() -> None:

@@ -198,8 +198,10 @@ def test_long_runs_are_averaged_over_bins() -> None:
     assert curves(
         [{"step": 1, "time": 5.0, "x": 1.0}, {"step": 2, "time": 65.0, "x": 2.0, "flag": True}]
     ) == {"x": [[1.0, 0.0, 1.0], [2.0, 1.0, 2.0]]}
-    assert sections({"reward/exact": 0, "reward/a/mean": 0, "odd": 0}) == [
+    named = ("reward/exact", "reward/a/mean", "odd", "experts/load_max", "experts/dead")
+    assert sections(dict.fromkeys(named, 0)) == [
         ("Reward", ["reward/a/mean", "reward/exact"]),
+        ("Experts", ["experts/dead", "experts/load_max"]),
         ("Other", ["odd"]),
     ]
 
