@@ -131,8 +131,10 @@ def test_saved_adapter_is_continued(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe", "mixtral"])
 def test_an_adapter_of_experts_is_published_and_merged(arch: str, tmp_path: Path) -> None:
     """Matrices of experts lie in one parameter, and one module has several of them: what a server
-    is sent, and what is exported merged, computes what the adapted model computes.
+    is sent, what peft loads and what is exported merged computes what the adapted model computes.
     """
+    from peft import PeftModel
+
     module = add_adapter(make_module(arch), AdapterConfig(rank=3), seed=0)
     adapted = [name for name, p in module.named_parameters() if p.requires_grad]
     assert arch == "qwen2_moe" or any("experts" in name for name in adapted)
@@ -158,6 +160,9 @@ def test_an_adapter_of_experts_is_published_and_merged(arch: str, tmp_path: Path
             < 0.1
             < float((base - want).abs().max())
         )
+        module.save_pretrained(tmp_path / "adapter")
+        loaded = PeftModel.from_pretrained(make_module(arch), tmp_path / "adapter").eval()
+        assert float((loaded(tokens).logits - want).abs().max()) < 1e-3
         assert float((merged(module)(tokens).logits - want).abs().max()) < 1e-3
 
 
