@@ -22,6 +22,7 @@ from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Sample
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.native.drafts import Speculation
+from reinforge.models import head
 from reinforge.models.answer_form import AnswerForm
 from reinforge.models.causal import CausalModel
 from reinforge.models.head import LogitRule, token_logprobs
@@ -313,3 +314,32 @@ def test_masks_of_whole_blocks_of_the_vocabulary() -> None:
         found.append([logp.detach().cpu(), entropy.detach().cpu(), *grads])
     for cpu, gpu in zip(*found, strict=True):
         torch.testing.assert_close(gpu, cpu, atol=1e-5, rtol=1e-5)
+
+
+def test_kept_logits_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three chunks in bfloat16: kept as computed again, and the head's gradient near that of
+    float64.
+    """
+    draw = torch.Generator().manual_seed(0)
+    h = torch.randn(5000, 64, generator=draw)
+    weight = torch.randn(120_000, 64, generator=draw) / 8
+    targets = torch.randint(0, 120_000, (5000,), generator=draw).cuda()
+    told = torch.randn(5000, generator=draw).cuda()
+    found = []
+    for keep in (True, False):
+        monkeypatch.setattr(head, "keeps_logits", lambda rows, weight, keep=keep: keep)
+        parts = [part.cuda().bfloat16().requires_grad_() for part in (h, weight)]
+        logp, _ = token_logprobs(*parts, None, targets)
+        (logp * told).sum().backward()
+        found.append([logp.detach(), *[part.grad for part in parts]])
+    for kept, again in zip(*found, strict=True):
+        assert kept is not None and again is not None and torch.equal(kept, again)
+    real = [part.detach().double().requires_grad_() for part in parts]
+    for rows in torch.arange(5000).split(500):
+        z = real[0][rows] @ real[1].t()
+        picked = z.log_softmax(-1).gather(1, targets[rows][:, None])[:, 0]
+        (picked * told[rows]).sum().backward()
+    for part, want in zip(found[0][1:], real, strict=True):
+        assert part is not None and want.grad is not None
+        gap = (part.double() - want.grad).norm() / want.grad.norm()
+        assert float(gap) < 0.01

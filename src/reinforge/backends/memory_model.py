@@ -22,10 +22,10 @@ from reinforge.core.kv_pool import (
     pool_size,
     prefill_bytes,
 )
+from reinforge.core.logit_memory import CHUNK_ELEMENTS, stay
 from reinforge.core.model_facts import FLOAT, ModelFacts
 
 GIB = 2**30
-HEAD_ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 21}  # logits of one chunk: models/head.py
 # torch and transformers in the memory of a process; a GPU's allocator does not count them
 LIBRARIES = int(0.4 * GIB)
 # of what is left for activations; the rest is fragmentation and what the model below does not see
@@ -39,7 +39,7 @@ SPLIT = 2 + 1 / 8
 CPU_BUDGET = 4096
 LEAST = 1024
 MOST = 131072
-FAR_ENOUGH = 24576
+FAR_ENOUGH = 16384
 
 
 def weight_bytes(f: ModelFacts) -> int:
@@ -106,16 +106,29 @@ def critic_bytes(f: ModelFacts) -> int:
     return weight_bytes(f) + optimizer_bytes(f) + gradient_bytes(f)
 
 
-def head_bytes(f: ModelFacts, tokens: int, device: str = "cuda") -> int:
-    """The head's own gradient in float32; beside it a chunk of logits, which become their gradient
-    in place (on a CPU with five float32 copies), and the product that is added to the head's. Where
-    there are several chunks, the next one is made before that one is gone.
+def kept_logits(f: ModelFacts, tokens: int, left: int) -> int:
+    """Bytes of the logits that stay from the forward to the backward, with `left` bytes of a GPU
+    beside everything else: none where they would take too much of it.
     """
-    elements = min(tokens * f.vocab, HEAD_ELEMENTS[device])
-    several = tokens * f.vocab > HEAD_ELEMENTS[device]
-    chunk = elements * (f.itemsize if device == "cuda" else 2 * f.itemsize + 5 * FLOAT)
+    size = tokens * f.vocab * f.itemsize
+    return size if stay(size, left) else 0
+
+
+def head_bytes(f: ModelFacts, tokens: int, device: str = "cuda", logits: int = 0) -> int:
+    """The head's own gradient in float32; beside it a chunk of logits, which become their gradient
+    in place (on a CPU with five float32 copies), and in the end the gradient as the weights are (on
+    a CPU beside every chunk). Where there are several chunks, the next one is made before that one
+    is gone. `logits`: of those that were kept, which are all there.
+    """
+    elements = min(tokens * f.vocab, CHUNK_ELEMENTS[device])
+    several = tokens * f.vocab > CHUNK_ELEMENTS[device]
     weights = f.vocab * f.hidden if f.rank is None else 0
-    return weights * FLOAT + max(chunk + weights * f.itemsize, 2 * chunk if several else 0)
+    rounded = weights * f.itemsize
+    if device == "cuda":
+        chunk = elements * f.itemsize
+        return weights * FLOAT + max(rounded, logits or (2 * chunk if several else chunk))
+    chunk = elements * (2 * f.itemsize + 5 * FLOAT)
+    return weights * FLOAT + max(chunk + rounded, 2 * chunk if several else 0)
 
 
 def is_fused(f: ModelFacts) -> bool:
@@ -312,7 +325,9 @@ def gathered_bytes(f: ModelFacts) -> int:
     return found
 
 
-def stages(f: ModelFacts, tokens: int, device: str = "cuda") -> dict[str, dict[str, int]]:
+def stages(
+    f: ModelFacts, tokens: int, device: str = "cuda", logits: int = 0
+) -> dict[str, dict[str, int]]:
     """What a training pass over micro-batches of `tokens` has at the stages that can be its peak,
     beside what it always has: in the backward of the head, in that of the last layer, and where
     shards get the gradients of the ends.
@@ -322,7 +337,7 @@ def stages(f: ModelFacts, tokens: int, device: str = "cuda") -> dict[str, dict[s
     found = {
         "head": {
             "activations": kept + tokens * outside_bytes(f),
-            "head": head_bytes(f, tokens, device),
+            "head": head_bytes(f, tokens, device, logits),
             # the last layer that was gathered, and the ends
             "gathered": (end_weights(f) + f.body() // f.layers) * f.itemsize if cut else 0,
         },
@@ -345,9 +360,12 @@ def training(
     *,
     reference: bool = False,
     critic: bool = False,
+    logits: int = 0,
 ) -> dict[str, int]:
-    """Bytes of each part at the peak of a training pass over micro-batches of `tokens`."""
-    peak = max(stages(f, tokens, device).values(), key=total)
+    """Bytes of each part at the peak of a training pass over micro-batches of `tokens`. `logits`:
+    see `kept_logits`.
+    """
+    peak = max(stages(f, tokens, device, logits).values(), key=total)
     copied = f.parameters() * f.itemsize // (f.shards or 1)
     return {
         "weights": weight_bytes(f),
@@ -364,7 +382,7 @@ def frozen(f: ModelFacts, tokens: int, device: str = "cuda", ranks: int = 1) -> 
     """Bytes of each part of a model that only tells log-probs, where it is cut over `ranks`: a pass
     without gradient over `tokens`, whose layers leave nothing behind.
     """
-    elements = min(tokens * f.vocab, HEAD_ELEMENTS[device])
+    elements = min(tokens * f.vocab, CHUNK_ELEMENTS[device])
     return {
         "weights": f.parameters() * f.itemsize // ranks,
         "activations": tokens * sum(saved(f).values()),

@@ -127,6 +127,10 @@ def predict(
             parts["train"] |= {"kv": cache.bytes, "fp8": parts["generate"]["fp8"]}
     elif rl:
         _add_server(cfg, machine, parts)
+    if machine.kind == "cuda":
+        left = int(USABLE * machine.memory) - memory_model.total(parts["train"])
+        logits = memory_model.kept_logits(facts, packed, left)
+        parts["train"] |= memory_model.training(facts, packed, **copies, logits=logits)
     faster = 1 if machine.kind == "cpu" else devices  # ranks share the cores of a CPU
     seconds = {
         "train": roofline.train_seconds(facts, machine, work) / faster,

@@ -1,21 +1,29 @@
-"""Log-probabilities and entropies of given tokens without ever holding the full [M, V] logits.
+"""Log-probabilities and entropies of given tokens, from logits of some rows at a time.
 
 The forward walks over chunks of rows and keeps one number per row (the log-sum-exp); the backward
-computes each chunk's logits again. Softmax statistics are float32 whatever the model's precision.
+computes each chunk's logits again, or takes those of the forward where a GPU has room for them
+(`keeps_logits`): the same bits either way. Softmax statistics are float32 whatever the model's
+precision.
 
 Legend: M rows, V vocabulary, E hidden size, z = logits / temperature, p = softmax(z).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from reinforge.core.logit_memory import CHUNK_ELEMENTS, stay
 from reinforge.models import exact as rowwise
 from reinforge.models.attention import HAS_TRITON
+from reinforge.models.device_memory import device_memory
+
+# rows of a matrix product's tiles on a GPU
+TILE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +56,24 @@ def permitted(x: Tensor, rule: LogitRule, allowed: Tensor) -> Tensor:
 
 
 def chunk_rows(rows: int, vocabulary: int, device: torch.device) -> int:
-    """Rows per chunk: about 8 MB of float32 logits on a CPU (stays near the cache), 1 GB on a GPU
-    (fills it).
+    """Rows per chunk: see CHUNK_ELEMENTS. On a GPU chunks are about as large as each other and made
+    of whole tiles.
     """
-    elements = (1 << 28) if device.type == "cuda" else (1 << 21)
-    return max(1, min(rows, elements // vocabulary))
+    if device.type != "cuda":
+        return max(1, min(rows, CHUNK_ELEMENTS["cpu"] // vocabulary))
+    most = max(1, CHUNK_ELEMENTS["cuda"] // vocabulary)
+    even = math.ceil(rows / math.ceil(rows / most)) if rows else 1
+    return max(1, min(rows, math.ceil(even / TILE) * TILE))
+
+
+def keeps_logits(rows: int, weight: Tensor) -> bool:
+    """Whether logits stay from the forward to the backward, which saves one of the head's four
+    products: where a GPU has room for all of them at this moment, when every layer's activations
+    are there.
+    """
+    memory = device_memory(weight.device)
+    size = rows * weight.shape[0] * weight.dtype.itemsize
+    return memory is not None and stay(size, memory.free)
 
 
 def statistics(
@@ -63,8 +84,8 @@ def statistics(
     entropy: bool,
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(logp [R], log-sum-exp [R], entropy [R]) of one chunk of raw logits x [R, V], which may be
-    overwritten. `temperature` is one number or [R] of them; `allowed`: see `permitted`.
+    """(logp [R], log-sum-exp [R], entropy [R]) of one chunk of raw logits x [R, V].
+    `temperature` is one number or [R] of them; `allowed`: see `permitted`.
     """
     if allowed is not None:
         x = permitted(x, rule, allowed)
@@ -183,6 +204,14 @@ def permitted_gradient(
     return (grad * slope).to(x.dtype)
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b. A GPU adds a 16-bit product to float32 before it rounds anything."""
+    if total.is_cuda and total.dtype != a.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
 class HeadGradients:
     """Gradients of [N, E] states and of the head that reads them, gathered from the logits' chunk
     by chunk. `needs`: which of the three.
@@ -208,9 +237,9 @@ class HeadGradients:
     def add(self, part: slice, grad: Tensor) -> None:
         """`grad` [n, V]: of the logits of these rows."""
         if self._of_h is not None:
-            self._of_h[part] = grad @ self._weight
+            torch.mm(grad, self._weight, out=self._of_h[part])
         if self._of_weight is not None:
-            self._of_weight += grad.t() @ self._h[part]
+            add_product(self._of_weight, grad.t(), self._h[part])
         if self._of_bias is not None:
             self._of_bias += grad.sum(0)
 
@@ -226,7 +255,7 @@ class HeadGradients:
 
 class _ChunkedLogprobs(torch.autograd.Function):
     """Forward: logp_i = z_i[y_i] − lse_i, H_i = lse_i − Σ_v p_iv z_iv; backward: `gradient`, from
-    logits computed again.
+    logits that were kept or are computed again.
     """
 
     @staticmethod
@@ -242,12 +271,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         want_entropy,
         entropy_gradient,
         exact,
+        keep,
     ):
         rows = h.shape[0]
         logp = torch.empty(rows, dtype=torch.float32, device=h.device)
         lse = torch.empty_like(logp)
         entropy = torch.empty_like(logp) if want_entropy else torch.zeros(0, device=h.device)
         step = chunk_rows(rows, weight.shape[0], h.device) if rows else 1
+        ctx.logits = {}
         for a in range(0, rows, step):
             part = slice(a, a + step)
             masks = None if allowed is None else allowed[part]
@@ -262,6 +293,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 logp[part], lse[part], found = statistics(
                     x, targets[part], temperature, rule, want_entropy, masks
                 )
+            if keep:
+                ctx.logits[a] = x
             if found is not None:
                 entropy[part] = found
         ctx.save_for_backward(h, weight, bias, targets, allowed, lse, entropy)
@@ -277,14 +310,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grads = HeadGradients(h, weight, bias, ctx.needs_input_grad, torch.float32)
         for a in range(0, h.shape[0], step):
             part = slice(a, a + step)
-            x = F.linear(h[part], weight, bias)
+            x = ctx.logits.pop(a, None)  # which become their gradient
+            if x is None:
+                x = F.linear(h[part], weight, bias)
             terms = (entropy[part], g_entropy[part]) if use_entropy else (None, None)
             given = (targets[part], lse[part], g_logp[part], temperature, rule, *terms)
             if allowed is None:
                 grads.add(part, gradient(x, *given))
             else:
                 grads.add(part, permitted_gradient(x, allowed[part], *given))
-        return *grads.found(), None, None, None, None, None, None, None
+            del x
+        return *grads.found(), *[None] * 8
 
 
 def token_logprobs(
@@ -308,6 +344,9 @@ def token_logprobs(
         f"h {tuple(h.shape)} and targets {tuple(targets.shape)} do not align"
     )
     assert temperature > 0, "greedy decoding has no distribution; score at temperature 1"
+    trained = torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
+    # in exact mode the backward's logits are those of another product
+    keep = trained and not exact and allowed is None and keeps_logits(len(h), weight)
     logp, ent = _ChunkedLogprobs.apply(
         h,
         weight,
@@ -319,5 +358,6 @@ def token_logprobs(
         entropy,
         entropy_gradient,
         exact,
+        keep,
     )
     return logp, ent if entropy else None

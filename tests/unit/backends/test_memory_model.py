@@ -272,9 +272,19 @@ def test_optimizer_gradients_and_copies() -> None:
     )
     assert memory_model.kv_token_bytes(SMALL) == 2 * 24 * 2 * 64 * 2
     ends = 151936 * 896
-    # of several chunks of logits two, and of one the product beside it
+    # of several chunks of logits two; of little the gradient as the weights are takes more
     assert memory_model.head_bytes(SMALL, 100_000) == 2 * 2 * (1 << 28) + 4 * ends
-    assert memory_model.head_bytes(SMALL, 100) == 2 * 100 * 151936 + 6 * ends
+    assert memory_model.head_bytes(SMALL, 100) == 6 * ends
+
+
+def test_logits_that_stay() -> None:
+    """All of them, where they are at most a quarter of what is left."""
+    logits = 2 * 16_384 * 151936
+    assert memory_model.kept_logits(SMALL, 16_384, 4 * logits) == logits
+    assert memory_model.kept_logits(SMALL, 16_384, 4 * logits - 1) == 0
+    before, after = (memory_model.training(SMALL, 16_384, logits=n) for n in (0, logits))
+    assert memory_model.head_bytes(SMALL, 16_384, logits=logits) == logits + 4 * 151936 * 896
+    assert 0 <= memory_model.total(after) - memory_model.total(before) <= logits
 
 
 def test_a_rank_has_its_share_and_what_is_gathered() -> None:
@@ -495,15 +505,15 @@ def test_a_prediction_has_every_part(make: Callable[..., Config]) -> None:
         == found["memory_gib"]["train"]["kv"]
         == pytest.approx(7.5)
     )
-    # and the reference
-    assert found["memory_gib"]["train"]["peak"] == pytest.approx(40.9 + 0.92, rel=0.1)
+    # and the reference, and logits that stay in the place of two chunks
+    assert found["memory_gib"]["train"]["peak"] == pytest.approx(40.9 + 0.92 + 6.2, rel=0.1)
     assert found["seconds"]["generate"] == pytest.approx(2.61, rel=0.2) and found["seconds"][
         "train"
     ] == pytest.approx(4.87 * 4 / 3, rel=0.2)
     text = dict(shown(found))
     assert (
         text["memory to train"].startswith(
-            "42.0 of 139.8 GiB on NVIDIA H200: activations 23.5, kv 7.5"
+            "48.2 of 139.8 GiB on NVIDIA H200: activations 23.5, head 7.8, kv 7.5"
         )
         and "generate 2.5 s" in text["time of a step"]
     )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from reinforge.models import head
-from reinforge.models.head import LogitRule, chunk_rows, token_logprobs
+from reinforge.models.device_memory import DeviceMemory
+from reinforge.models.head import LogitRule, chunk_rows, keeps_logits, token_logprobs
 
 RULES = {
     "plain": LogitRule(),
@@ -88,6 +89,50 @@ def test_values_and_gradients(
         assert a.grad is not None and b.grad is not None
         torch.testing.assert_close(a.grad.double(), b.grad, atol=1e-5, rtol=1e-5)
         assert float(b.grad.abs().max()) > 0.05
+
+
+def test_kept_logits_change_no_bit(chunk: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a second backward, for which they are computed again."""
+    parts, targets = inputs(True)
+    products: list[int] = []
+    plain = head.F.linear
+
+    def linear(*args: Tensor) -> Tensor:
+        products.append(1)
+        return plain(*args)
+
+    def gradients(keep: bool) -> tuple[list[Tensor | None], int]:
+        monkeypatch.setattr(head, "keeps_logits", lambda rows, weight: keep)
+        leaves = [p.clone().requires_grad_() for p in parts]
+        products.clear()
+        logp, entropy = token_logprobs(
+            *leaves, targets, temperature=0.7, entropy=True, entropy_gradient=True
+        )
+        assert entropy is not None
+        loss = (logp * torch.linspace(-1, 2, 11)).sum() + entropy.sum()
+        loss.backward(retain_graph=True)
+        made = len(products)
+        first = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        loss.backward()
+        for leaf, found in zip(leaves, first, strict=True):
+            assert leaf.grad is not None and found is not None and torch.equal(leaf.grad, found)
+        return first, made
+
+    monkeypatch.setattr(head.F, "linear", linear)
+    (kept, few), (again, many) = gradients(True), gradients(False)
+    assert many == 2 * few
+    for a, b in zip(kept, again, strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+
+
+def test_logits_stay_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.zeros(1000, 2, dtype=torch.bfloat16)
+    assert not keeps_logits(1, weight)  # on a CPU the product is not what takes the time
+    memory = DeviceMemory(free=4 * 2 * 1000 * 50, untaken=0, whole=10**9)
+    monkeypatch.setattr(head, "device_memory", lambda device: memory)
+    assert keeps_logits(50, weight) and not keeps_logits(51, weight)
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -232,6 +277,13 @@ def test_chunks_bound_memory() -> None:
         chunk_rows(10_000, 150_000, cpu) * 150_000 * 4 <= 8 << 20
         and chunk_rows(10, 100, cpu) == 10
         and chunk_rows(5, 1 << 30, cpu) == 1
+    )
+    gpu = torch.device("cuda")
+    # ten chunks of whole tiles, of 1,766 rows at most
+    assert (
+        chunk_rows(16_384, 151_936, gpu) == 1792
+        and chunk_rows(1_767, 151_936, gpu) == 1024
+        and chunk_rows(300, 151_936, gpu) == 300
     )
 
 
