@@ -39,7 +39,7 @@ SPLIT = 2 + 1 / 8
 CPU_BUDGET = 4096
 LEAST = 1024
 MOST = 131072
-FAR_ENOUGH = 16384
+FAR_ENOUGH = 20480
 
 
 def weight_bytes(f: ModelFacts) -> int:
