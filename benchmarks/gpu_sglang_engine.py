@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--engine-args", default="{}", help="more options of SGLang's, as JSON")
     parser.add_argument("--unseeded", action="store_true", help="no deterministic inference")
     parser.add_argument("--sleep", choices=("never", "cache", "all"), default="all")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.5,
+        help="of the proof, in nats: more than a run allows, so that a check can tell what differs",
+    )
     parser.add_argument("--start-seconds", type=float, default=120.0)
     parser.add_argument("--check-seconds", type=float, default=30.0, help="for each check")
     parser.add_argument("--out", type=Path)
@@ -78,6 +85,7 @@ def make_engine(args: argparse.Namespace, model: CausalModel, folder: Path) -> S
             "sleep": args.sleep,
             "seeded": not args.unseeded,
             "start_seconds": args.start_seconds,
+            "tolerance": args.tolerance,
             "args": extra,
         }
     )
@@ -173,10 +181,19 @@ class Checks:
         found = await self.update()
         answers = await task
         cuts = [done.versions.count(before) for done in answers]
+        newer = self.version
         gaps = [
             differences(old, answers, version=before),
-            differences(self.model, answers, version=self.version),
+            differences(self.model, answers, version=newer),
         ]
+        # what is rounding, on either side, and what would be weights that did not arrive
+        precise = CausalModel(copy.deepcopy(self.model.module).float())
+        apart = {
+            "float32": differences(precise, answers, version=newer),
+            "float32_and_trainer": self.noise(precise, answers, newer),
+            "weights_before": differences(old, answers, version=newer),
+        }
+        del precise
         seconds = [found["seconds"]]
         for _ in range(3):
             self.change()
@@ -186,8 +203,16 @@ class Checks:
             "probe_error": self.engine.measured["weights/probe_error"],
             "tokens_before": [min(cuts), max(cuts)],
             "difference_before_after": gaps,
+            "difference_from": apart,
             "lengths": sorted({len(done.tokens) for done in answers}),
         }
+
+    def noise(
+        self, precise: CausalModel, answers: Sequence[Completion], version: int
+    ) -> dict[str, float]:
+        """Of the trainer's log-probs from those in float32."""
+        told = [replace(a, logprobs=logprobs_of(self.model, a, 1.0).tolist()) for a in answers]
+        return differences(precise, told, version=version)
 
     async def _left(self) -> Result:
         params = Sampling(1500, ignore_eos=True)
@@ -256,6 +281,13 @@ def used() -> float:
 
 
 @torch.no_grad()
+def logprobs_of(model: CausalModel, done: Completion, temperature: float) -> torch.Tensor:
+    whole = [*PROMPT, *done.tokens]
+    sample = Sample.from_tokens("x", whole, [i >= len(PROMPT) for i in range(len(whole))])
+    batch = Batch.pack([sample]).to(model.device)
+    return model.logprobs(batch, temperature=temperature)[0].float().cpu()
+
+
 def differences(
     model: CausalModel,
     found: Sequence[Completion],
@@ -267,10 +299,7 @@ def differences(
     """
     gaps = []
     for done in found:
-        whole = [*PROMPT, *done.tokens]
-        sample = Sample.from_tokens("x", whole, [i >= len(PROMPT) for i in range(len(whole))])
-        batch = Batch.pack([sample]).to(model.device)
-        want = model.logprobs(batch, temperature=temperature)[0].float().cpu()
+        want = logprobs_of(model, done, temperature)
         mine = torch.tensor([version is None or v == version for v in done.versions])
         gaps.append((torch.tensor(done.logprobs) - want).abs()[mine])
     gap = torch.cat(gaps)

@@ -53,7 +53,7 @@ from reinforge.engines.served.dialect import ServerSetup
 from reinforge.engines.served.engine import ServedEngine
 from reinforge.engines.served.make import make_served
 from reinforge.models.causal import CausalModel
-from reinforge.models.routing import routed_layers
+from reinforge.models.routing import Replay, routed_layers
 
 
 def arguments() -> argparse.Namespace:
@@ -137,14 +137,16 @@ async def replayed(args: argparse.Namespace, model: CausalModel, engine: ServedE
     await engine.sleep()
     samples = to_samples(prompts, completions)
     algorithm = build("grpo", max_new_tokens=args.response)
-    for mode in ("off", "count", "on", "differing"):
-        cfg = TrainConfig(steps=1, tokens_per_microbatch=args.budget or "auto", router_replay=mode)
-        backend = LocalBackend(model, cfg, total_steps=1)
-        batches = pack(samples, backend.budget, share=backend.share)
-        algorithm.advantages(batches)
+    cfg = TrainConfig(steps=1, tokens_per_microbatch=args.budget or "auto")
+    # one for all modes: its optimizer hears of every gradient of the module
+    backend = LocalBackend(model, cfg, total_steps=1)
+    batches = pack(samples, backend.budget, share=backend.share)
+    algorithm.advantages(batches)
+    for mode in Replay:
+        backend.experts.replay = mode
         found = backend.forward_backward(batches, algorithm.loss, Totals.of(batches, args.response))
         told = {k: v for k, v in found.items() if k.startswith(("mismatch/", "experts/dis"))}
-        print(json.dumps({"replay": mode, **told}), flush=True)
+        print(json.dumps({"replay": mode.value, **told}), flush=True)
         backend.optimizer.zero()
 
 

@@ -40,6 +40,8 @@ class PackedModel:
     # the longest sequence that is computed right; None: any (see `models.rope`)
     reach: int | None = None
     mixers: int = 0  # layers that keep state: convolutions, recurrences (see `models.state`)
+    # where it computes; None: where its weights are, which may lie in host memory between passes
+    computes_on: torch.device | None = None
     # the ranks that each compute a part of every pack; None: this process computes it all
     slices: SequenceSlices | None = None
 
@@ -86,7 +88,7 @@ class PackedModel:
 
     @property
     def device(self) -> torch.device:
-        return next(self.trunk.parameters()).device
+        return self.computes_on or next(self.trunk.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -81,5 +81,7 @@ def shard(
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+    if offload:
+        model.computes_on = device
     assert isinstance(root, FSDPModule)
     return root
