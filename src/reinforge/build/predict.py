@@ -130,7 +130,9 @@ def predict(
     if machine.kind == "cuda":
         left = int(USABLE * machine.memory) - memory_model.total(parts["train"])
         logits = memory_model.kept_logits(facts, packed, left)
-        parts["train"] |= memory_model.training(facts, packed, **copies, logits=logits)
+        parts["train"] |= memory_model.training(
+            facts, packed, machine.kind, logits=logits, **copies
+        )
     faster = 1 if machine.kind == "cpu" else devices  # ranks share the cores of a CPU
     seconds = {
         "train": roofline.train_seconds(facts, machine, work) / faster,
