@@ -23,6 +23,7 @@ from reinforge.build.data import check_scored_columns, few_rows, load_data
 from reinforge.build.limits import episode_tokens
 from reinforge.build.reward_weights import reward_weights
 from reinforge.config import architectures
+from reinforge.config.rules import architecture
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
@@ -132,6 +133,7 @@ def read_inputs(
     else:
         tokenizer = given.model.tokenizer
         model_config = given.model.config
+    architecture.check(cfg, model_config if given.model is not None else shape)
     # a model whose rotary embedding follows the length of a sequence goes as far as it does not
     rope.check(model_config, cfg.data.max_length)
     if note := rope.note(model_config):

@@ -138,6 +138,34 @@ def keeps_state(config: Mapping[str, Any]) -> bool:
     return text.get("model_type") in RECURRENT or bool(_kinds(text) & STATEFUL)
 
 
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json names experts at all; of a dense model it names none."""
+    return any(
+        has_experts(value)
+        if isinstance(value, Mapping)
+        else bool(value) and ("expert" in str(key) or "moe" in str(key))
+        for key, value in config.items()
+    )
+
+
+def balance_of(config: Mapping[str, Any], asked: float | None) -> float:
+    """The coefficient of the routers' balancing loss: `asked`, or else what the model's own
+    configuration says.
+    """
+    if asked is not None:
+        return asked
+    text = _text(config)
+    said = text.get("router_aux_loss_coef") if text.get("output_router_logits") else None
+    return float(said or 0.0)
+
+
+def has_equal_latent_heads(config: Mapping[str, Any]) -> bool:
+    """Whether it has latent attention whose keys are as wide as its values."""
+    text = _text(config)
+    keys = (text.get("qk_nope_head_dim") or 0) + (text.get("qk_rope_head_dim") or 0)
+    return bool(keys) and keys == text.get("v_head_dim")
+
+
 def _kinds(text: Mapping[str, Any]) -> set[str]:
     """Of layers, as a configuration lists them."""
     return {
@@ -150,8 +178,12 @@ def _kinds(text: Mapping[str, Any]) -> set[str]:
 
 def refusal_in_words(config: Mapping[str, Any], why: str) -> str:
     """The sentence that `plan` and a run refuse a model with."""
-    name = next(iter(config.get("architectures") or []), config.get("model_type"))
-    return f"{name} cannot be trained here: {why}."
+    return f"{name_of(config)} cannot be trained here: {why}."
+
+
+def name_of(config: Mapping[str, Any]) -> str:
+    """Of a model's class, or else of its architecture, for messages."""
+    return str(next(iter(config.get("architectures") or []), config.get("model_type")))
 
 
 def scores(config: Mapping[str, Any]) -> str | None:

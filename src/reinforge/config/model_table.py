@@ -181,6 +181,38 @@ RIGHT: dict[str, tuple[str, ...]] = {
     ),
 }
 
+# mixtures whose routers have no bias by which they choose
+NO_BIAS = frozenset(
+    {
+        "aria_text",
+        "cohere2_moe",
+        "dbrx",
+        "deepseek_v2",
+        "flex_olmo",
+        "gpt_oss",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "hunyuan_v1_moe",
+        "jamba",
+        "jetmoe",
+        "llama4",
+        "llama4_text",
+        "mellum",
+        "mixtral",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_moe",
+        "qwen3_next",
+    }
+)
+# mixtures that do not choose by one topk over all experts: what they chose is not known
+NO_REPLAY = frozenset({"aria_text", "longcat_flash", "phimoe"})
+
 # the names under which people know some of them
 KNOWN_AS: dict[str, str] = {
     "llama": "Llama 2, 3.x; SmolLM2, TinyLlama, Yi, DeepSeek-R1-Distill-Llama",
@@ -234,7 +266,10 @@ _GGUF = ("llama", "mistral", "qwen2", "qwen3")
 
 LACKS = {
     "native": "its cache does not fit the native engine; train on given texts, or use a server",
-    "exact": "refused when the model is loaded, with the reason",
+    "exact": (
+        "its layers have something that exact log-probs do not know, such as attention sinks or"
+        " chunks, keys and values of different widths, or Mamba"
+    ),
     "fp8": "its layers have matrices that are no plain linear layers",
     "qlora": "bitsandbytes does not quantise its layers",
 }

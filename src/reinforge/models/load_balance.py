@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from reinforge.config.architectures import balance_of
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel
 from reinforge.models.packed import PackedModel
@@ -55,12 +56,7 @@ class RouterLoss:
             )
         if routers is None or not isinstance(model, CausalModel):
             return None
-        said = (
-            getattr(model.config, "router_aux_loss_coef", None)
-            if getattr(model.config, "output_router_logits", False)
-            else None
-        )
-        coefficient = float((said or 0.0) if balance is None else balance)
+        coefficient = balance_of(model.config.to_dict(), balance)
         if not coefficient and not z:
             return None
         if model.slices is not None:

@@ -18,7 +18,7 @@ from reinforge.build.shared_gpus import planned_placement, trainer_gpus
 from reinforge.config import architectures
 from reinforge.config.engine import SERVERS, workers_of
 from reinforge.config.model import ModelConfig
-from reinforge.config.rules import generators
+from reinforge.config.rules import architecture, generators
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.model_facts import setting
@@ -149,6 +149,7 @@ def check_model(config: Config, report: PlanReport) -> None:
     """That the model's architecture can be trained, as far as its config.json tells."""
     shape = load_config(config.model)
     check_architecture(shape, config.model.path, scores=config.algorithm.family == "reward")
+    report.errors += [str(error) for error in architecture.refusals(config, shape)]
     if note := rope.note(shape.get_text_config()):
         report.warn("model.path", note)
     if note := kernel_note(shape.get_text_config(), config.model.device):
