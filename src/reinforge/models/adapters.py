@@ -12,8 +12,10 @@ begins as the largest singular values and vectors of W, and the base keeps W - s
 
 from __future__ import annotations
 
+import logging
+import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +31,7 @@ from reinforge.models.adapter_dropout import add_dropout
 from reinforge.models.expert_adapters import unwrapped
 from reinforge.models.experts import computes, experts_forward
 
+LOG = logging.getLogger("reinforge")
 _NEW = "_begins_as_its_base"  # on a wrapped module: its adapter adds nothing before the first step
 
 
@@ -53,7 +56,9 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
     if cfg.path:
         wrapped = PeftModel.from_pretrained(module, cfg.path, is_trainable=True)
     else:
-        modules, stacked = _by_kind(module, cfg.targets)
+        modules, stacked = _by_kind(module, cfg)
+        left_out = _left_out(module, cfg, head)
+        meant = _all_weights(module, left_out) if cfg.targets == "all-linear" else []
         lora = LoraConfig(
             r=cfg.rank,
             lora_alpha=cfg.alpha or 2 * cfg.rank,
@@ -62,7 +67,7 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
             task_type=None if head else "CAUSAL_LM",
             use_dora=cfg.kind == "dora",
             use_rslora=cfg.kind == "rslora",
-            exclude_modules=_left_out(module, cfg, head) or None,
+            exclude_modules=left_out or None,
             modules_to_save=list(cfg.modules_to_save) or None,
             init_lora_weights="pissa" if cfg.init == "pissa" else True,
             target_modules=cfg.targets if isinstance(cfg.targets, str) else modules,
@@ -80,6 +85,7 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
                 ) from error
         if cfg.targets == "all-linear":
             _leave_routers(wrapped)
+            _tell_missing(wrapped, meant)
     _refuse_none(wrapped, cfg.modules_to_save)
     if head:
         getattr(wrapped.get_base_model(), head).requires_grad_(True)
@@ -89,17 +95,69 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
     return wrapped
 
 
-def _by_kind(module: Any, targets: str | Sequence[str]) -> tuple[list[str], list[str]]:
-    """The names of layers, and those of parameters in which the weights of experts lie stacked."""
-    if isinstance(targets, str):
-        return [], []
+def _by_kind(module: Any, cfg: AdapterConfig) -> tuple[list[str], list[str]]:
+    """The names of layers, and those of parameters in which the weights of experts lie stacked.
+
+    peft finds all linear layers, but stacked experts of a few architectures only, so they are named
+    here: those that `models.experts` computes, because peft would write out all weights of all
+    experts in every forward. It has no DoRA and PiSSA for them.
+    """
+    if isinstance(cfg.targets, str):
+        by_layer = cfg.kind == "dora" or cfg.init == "pissa"
+        return [], [] if by_layer else list(_stacked(module, "has_gate"))
     stacked = {name for name, p in module.named_parameters() if p.ndim == 3}
     of_experts = [
         target
-        for target in targets
+        for target in cfg.targets
         if any(name == target or name.endswith(f".{target}") for name in stacked)
     ]
-    return [target for target in targets if target not in of_experts], of_experts
+    return [target for target in cfg.targets if target not in of_experts], of_experts
+
+
+def _stacked(module: Any, having: str = "forward") -> Iterator[str]:
+    """The parameters of the text half that are matrices of experts, one upon the other; of experts
+    that have an attribute.
+    """
+    inside = {id(part) for part in _text_half(module).modules()}
+    for name, part in module.named_modules():
+        if "Experts" in type(part).__name__ and hasattr(part, having) and id(part) in inside:
+            for own, p in part.named_parameters(recurse=False):
+                if p.ndim == 3:
+                    yield f"{name}.{own}"
+
+
+def _text_half(module: Any) -> Any:
+    """Of a multimodal model, which has towers beside it; else all of it."""
+    several = module.config.get_text_config() is not module.config
+    return module.get_decoder() if several else module
+
+
+def _all_weights(module: Any, left_out: Sequence[str]) -> list[str]:
+    """What "all linear layers" means: by name the layers, and the parameters of stacked experts."""
+    head = module.get_output_embeddings()
+    layers = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear) and part is not head and name not in left_out
+    ]
+    return [*layers, *_stacked(module)]
+
+
+def _tell_missing(wrapped: Any, meant: Iterable[str]) -> None:
+    """Says what has no adapter though it was meant to."""
+    from peft.tuners.lora import LoraLayer
+
+    found = set()
+    for name, part in wrapped.get_base_model().named_modules():
+        if isinstance(part, LoraLayer):
+            own = getattr(part, "parameter_name", "")
+            found.add(f"{name.replace('.base_layer', '')}.{own}".removesuffix("."))
+    missing = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in meant if name not in found})
+    if missing:
+        LOG.warning(
+            f"adapter.targets: all-linear leaves out {', '.join(missing)}; docs/adapters.md (Experts)"
+            " says why, and what can be named instead"
+        )
 
 
 def _leave_routers(wrapped: Any) -> None:
@@ -116,14 +174,13 @@ def _leave_routers(wrapped: Any) -> None:
 
 def _left_out(module: Any, cfg: AdapterConfig, head: str | None) -> list[str]:
     """What "all linear layers" does not mean: the head of a reward model; layers that are linear by
-    kind and compute something else (a router that chooses experts), or whose weight is read
-    without calling them; the towers of a multimodal model, whose text half is trained.
+    kind and compute something else, or whose weight is read without calling them; routers, which
+    choose experts; the towers of a multimodal model, whose text half is trained.
     """
     found = [head] if head else []
     if cfg.targets != "all-linear":
         return found
-    text = module.get_decoder() if module.config.get_text_config() is not module.config else None
-    inside = None if text is None else {id(part) for part in text.modules()}
+    inside = {id(part) for part in _text_half(module).modules()}
     read = _READ.get(module.config.get_text_config().model_type, ())
     return found + [
         name
@@ -131,8 +188,9 @@ def _left_out(module: Any, cfg: AdapterConfig, head: str | None) -> list[str]:
         if isinstance(part, nn.Linear)
         and (
             (type(part).forward is not nn.Linear.forward and not hasattr(part, "quant_state"))
-            or (inside is not None and id(part) not in inside)
+            or id(part) not in inside
             or name.endswith(read)
+            or any(word.startswith("router") for word in name.split("."))
         )
     ]
 

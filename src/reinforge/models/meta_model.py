@@ -53,9 +53,10 @@ def _as_new(adapter: AdapterConfig) -> AdapterConfig:
     if adapter.path is not None:
         saved = json.loads((Path(adapter.path) / "adapter_config.json").read_text())
         targets = saved["target_modules"]
+        stacked = saved.get("target_parameters") or []
         plain |= {
             "rank": saved["r"],
-            "targets": targets if isinstance(targets, str) else sorted(targets),
+            "targets": targets if isinstance(targets, str) else sorted({*targets, *stacked}),
             "modules_to_save": saved.get("modules_to_save") or [],
         }
     return adapter.model_copy(update=plain)
