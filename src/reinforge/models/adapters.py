@@ -83,6 +83,14 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
                     where="adapter.targets",
                     fix="Use all-linear, or names that occur in the model.",
                 ) from error
+            except AttributeError as error:
+                if cfg.init != "pissa":
+                    raise
+                raise InputError(
+                    "PiSSA begins with the weights of layers; the experts here lie stacked.",
+                    where="adapter.init",
+                    fix="Leave it out, or name layers in adapter.targets (q_proj, v_proj).",
+                ) from error
         if cfg.targets == "all-linear":
             _leave_routers(wrapped)
             _tell_missing(wrapped, meant)
@@ -155,8 +163,8 @@ def _tell_missing(wrapped: Any, meant: Iterable[str]) -> None:
     missing = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in meant if name not in found})
     if missing:
         LOG.warning(
-            f"adapter.targets: all-linear leaves out {', '.join(missing)}; docs/adapters.md (Experts)"
-            " says why, and what can be named instead"
+            f"adapter.targets: all-linear leaves out {', '.join(missing)};"
+            " docs/adapters.md (Experts) says why, and what can be named instead"
         )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -28,8 +29,13 @@ class LowRank:
     scale: float
 
     def like(self, dtype: torch.dtype) -> LowRank:
-        """In a precision, as a grouped product of the library wants them to lie."""
-        return LowRank(self.down.to(dtype), self.up.to(dtype).contiguous(), self.scale)
+        """In a precision, as a grouped product of the library wants them to lie: in rows of whole
+        16 bytes, so that small ranks are filled up with zeros.
+        """
+        missing = -self.down.shape[1] % (16 // dtype.itemsize)
+        down = F.pad(self.down.to(dtype), (0, 0, 0, missing))
+        up = F.pad(self.up.to(dtype), (0, missing))
+        return LowRank(down, up.contiguous(), self.scale)
 
 
 LowRanks = Mapping[str, LowRank]  # by the name of the parameter that it is added to

@@ -10,17 +10,19 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from helpers.toy_architectures import make_architecture
+from helpers.toy_architectures import make_architecture, make_config
 from helpers.toys import make_module, make_samples, parameters, run, tokens_of, train_config
 from reinforge.algorithms.losses.supervised import NLLLoss
 from reinforge.backends.local import LocalBackend
 from reinforge.config.adapter import AdapterConfig
+from reinforge.config.train import TrainConfig
 from reinforge.core.batch import Batch, Totals, pack
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
 from reinforge.engines.native import NativeEngine
 from reinforge.models.adapters import adapter_off, add_adapter, is_adapted, merged
 from reinforge.models.causal import CausalModel
+from reinforge.models.meta_model import count_on_meta
 from reinforge.models.named_weights import named_weights
 
 
@@ -128,23 +130,31 @@ def test_saved_adapter_is_continued(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("arch", ["qwen2_moe", "qwen3_moe", "mixtral"])
+def module_of(arch: str) -> Any:
+    """A mixture at toy size."""
+    of_toys = ("qwen2_moe", "qwen3_moe", "mixtral")
+    return make_module(arch) if arch in of_toys else make_architecture(arch)
+
+
+@pytest.mark.parametrize(
+    "arch", ["qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "qwen3_5_moe_text"]
+)
 def test_an_adapter_of_experts_is_published_and_merged(arch: str, tmp_path: Path) -> None:
     """Matrices of experts lie in one parameter, and one module has several of them: what a server
     is sent, what peft loads and what is exported merged computes what the adapted model computes.
     """
     from peft import PeftModel
 
-    module = add_adapter(make_module(arch), AdapterConfig(rank=3), seed=0)
+    module = add_adapter(module_of(arch), AdapterConfig(rank=3), seed=0)
     adapted = [name for name, p in module.named_parameters() if p.requires_grad]
-    assert arch == "qwen2_moe" or any("experts" in name for name in adapted)
+    assert any(".experts." in name for name in adapted)
     with torch.no_grad():
         for name, p in module.named_parameters():
-            if "lora_B" in name:
-                p.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+            if ".experts." in name and "lora_B" in name:
+                p.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
         tokens = torch.tensor([tokens_of(9)])
         want = module(tokens).logits
-        base = make_module(arch)(tokens).logits
+        base = module_of(arch)(tokens).logits
         sent = {name: tensor.clone() for name, tensor in named_weights(module)}
         save_file(
             {name: tensor.contiguous() for name, tensor in sent.items()},
@@ -161,24 +171,22 @@ def test_an_adapter_of_experts_is_published_and_merged(arch: str, tmp_path: Path
             < float((base - want).abs().max())
         )
         module.save_pretrained(tmp_path / "adapter")
-        loaded = PeftModel.from_pretrained(make_module(arch), tmp_path / "adapter").eval()
+        loaded = PeftModel.from_pretrained(module_of(arch), tmp_path / "adapter").eval()
         assert float((loaded(tokens).logits - want).abs().max()) < 1e-3
         assert float((merged(module)(tokens).logits - want).abs().max()) < 1e-3
 
 
-@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "arch", ["qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "qwen3_5_moe_text"]
+)
 def test_experts_compute_with_the_matrices_of_an_adapter_as_peft_adds_them(arch: str) -> None:
     """Log-probs and gradients, with the adapter on and off; nobody adds them to the weights. The
     experts of gpt-oss lie the other way round and have biases.
     """
     from peft.tuners.lora import ParamWrapper
 
-    if arch == "gpt_oss":
-        cfg = AdapterConfig(rank=4, targets=["q_proj", "gate_up_proj", "down_proj"])
-        model = CausalModel(add_adapter(make_architecture(arch), cfg, seed=3))
-    else:
-        model = adapted(arch)
-    assert not any("gate.lora" in name for name, _ in model.module.named_parameters())
+    model = CausalModel(add_adapter(module_of(arch), AdapterConfig(rank=4), seed=3))
+    assert not any(".gate.lora" in name for name, _ in model.module.named_parameters())
     wrappers = [part for part in model.module.modules() if type(part) is ParamWrapper]
     assert len(wrappers) >= 4
     with torch.no_grad():
@@ -211,24 +219,86 @@ def test_experts_compute_with_the_matrices_of_an_adapter_as_peft_adds_them(arch:
         assert gap <= 1e-3 * float(others[name].norm()) + 1e-6, name
 
 
+@pytest.mark.parametrize("arch", ["gpt_oss", "granitemoe", "qwen3_5_moe_text"])
+def test_gradients_of_adapted_experts_packed_are_those_of_samples_alone(arch: str) -> None:
+    """Of a rank too small for a grouped product of the library as it is."""
+    model = CausalModel(add_adapter(module_of(arch), AdapterConfig(rank=3), seed=3))
+    of_experts = {n: p for n, p in model.module.named_parameters() if ".experts." in n}
+    trained = {name: p for name, p in of_experts.items() if p.requires_grad}
+    assert len(trained) == 8  # two matrices for each of two parameters in each of two layers
+    with torch.no_grad():
+        for name, p in trained.items():
+            if "lora_B" in name:
+                p.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    samples = make_samples([12, 30, 5])
+
+    def gradients(batches: list[Batch]) -> dict[str, torch.Tensor]:
+        model.module.zero_grad()
+        for batch in batches:
+            model.logprobs(batch, temperature=1.0)[0].sum().backward()
+        return {name: p.grad for name, p in trained.items() if p.grad is not None}
+
+    packed = gradients([Batch.pack(samples)])
+    alone = gradients([Batch.pack([sample]) for sample in samples])
+    assert packed.keys() == alone.keys() == trained.keys()
+    for name, grad in packed.items():
+        size = float(alone[name].norm())
+        assert size > 0.01 and float((grad - alone[name]).norm()) < 1e-4 * size, name
+
+
+def adapted_names(arch: str, **asked: Any) -> list[str]:
+    wrapped = add_adapter(make_architecture(arch), AdapterConfig(rank=2, **asked), seed=0)
+    return [name for name, p in wrapped.named_parameters() if p.requires_grad]
+
+
+MIXTURES = ["qwen3_next", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe", "qwen2_moe"]
+MIXTURES += ["qwen3_5_moe", "jamba", "nemotron_h", "minimax_m3_vl_text"]
+
+
+@pytest.mark.parametrize("arch", MIXTURES)
+def test_experts_are_among_all_linear_layers_and_routers_are_not(arch: str) -> None:
+    names = adapted_names(arch)
+    assert any(".experts." in name for name in names)
+    assert not any("router" in name or ".gate.lora" in name for name in names)
+
+
 @pytest.mark.parametrize(
-    ("arch", "found"),
+    ("arch", "asked", "said"),
     [
-        *((arch, True) for arch in ("qwen3_next", "olmoe", "deepseek_v3", "glm4_moe")),
-        *((arch, False) for arch in ("gpt_oss", "granitemoe", "llama4_text", "qwen3_5_moe")),
+        ("gpt_oss", {}, ""),
+        ("llama", {}, ""),
+        ("llama4_text", {}, "feed_forward.experts.gate_up_proj"),
+        ("gpt_oss", {"kind": "dora"}, "mlp.experts.gate_up_proj"),
+        ("gpt_oss", {"init": "pissa"}, "mlp.experts.gate_up_proj"),
+        ("deepseek_v3", {}, "mlp.shared_experts.down_proj"),
     ],
 )
-def test_whose_experts_are_among_all_linear_layers(arch: str, found: bool) -> None:
-    """As docs/adapters.md says; where they are not, they are found by name."""
-
-    def trained(**asked: Any) -> list[str]:
-        wrapped = add_adapter(make_architecture(arch), AdapterConfig(rank=2, **asked), seed=0)
-        return [name for name, p in wrapped.named_parameters() if p.requires_grad]
-
-    assert any(".experts." in name for name in trained()) == found
-    if not found:
-        named = trained(targets=["q_proj", "gate_up_proj", "down_proj"])
+def test_what_all_linear_leaves_out_is_said(
+    arch: str, asked: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As docs/adapters.md says."""
+    names = adapted_names(arch, **asked)
+    told = [r.getMessage() for r in caplog.records if "adapter.targets" in r.getMessage()]
+    assert len(told) == bool(said)
+    if said:
+        assert f"model.layers.*.{said}" in told[0]
+        assert not any(said.rpartition(".")[0] in name for name in names)
+    if arch == "llama4_text":
+        named = adapted_names(arch, targets=["q_proj", "gate_up_proj", "down_proj"])
         assert any(".experts." in name for name in named)
+
+
+@pytest.mark.parametrize("arch", ["gpt_oss", "qwen3_5_moe_text"])
+def test_adapted_experts_are_counted_and_continued(arch: str, tmp_path: Path) -> None:
+    """What a plan counts without numbers is what a run trains, of a new adapter and a saved."""
+    module = add_adapter(make_architecture(arch), AdapterConfig(rank=3), seed=0)
+    module.save_pretrained(tmp_path)
+    saved = AdapterConfig(path=str(tmp_path))
+    again = add_adapter(make_architecture(arch), saved, seed=0)
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert trained == sum(p.numel() for p in again.parameters() if p.requires_grad)
+    for cfg in (AdapterConfig(rank=3), saved):
+        assert count_on_meta(make_config(arch), TrainConfig(steps=1), cfg).trained == trained
 
 
 def test_unknown_targets_are_an_input_error() -> None:
@@ -236,6 +306,8 @@ def test_unknown_targets_are_an_input_error() -> None:
         adapted(targets=["nothing_like_this"])
     with pytest.raises(InputError, match="lm_head"):
         adapted(targets=["lm_head"])
+    with pytest.raises(InputError, match=r"adapter\.init"):
+        adapted("qwen3_moe", init="pissa")
 
 
 def test_a_full_model_keeps_a_frozen_copy_as_reference() -> None:
