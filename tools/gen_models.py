@@ -18,6 +18,7 @@ from reinforge.config.model_table import COLUMNS, TOLD, Support  # noqa: E402
 PAGE = ROOT / "docs" / "models.md"
 BEGIN = "<!-- made by tools/gen_models.py -->"
 END = "<!-- end -->"
+SOME = ("vllm", "sglang", "fsdp", "deepspeed", "megatron")  # were run with some of them only
 
 
 def tables() -> str:
@@ -25,7 +26,9 @@ def tables() -> str:
     good = [each for each in every if each.verdict in ("right", "trains")]
     known = sorted((each for each in good if each.known_as), key=_by_name)
     others = [each for each in good if not each.known_as]
-    lines = ["What the columns mean:", ""]
+    lines = ["| | run with |", "|---|---|"]
+    lines += [f"| {COLUMNS[name]} | {_run_with(good, name)} |" for name in SOME]
+    lines += ["", "What the columns mean:", ""]
     lines += [f"- **{name}**: {COLUMNS[name]}" for name in TOLD]
     lines += ["", "### Models by name", ""]
     lines += _table(known, lambda each: f"{each.known_as} | `{each.name}`", "model | `model_type`")
@@ -46,6 +49,11 @@ def tables() -> str:
             reasons.setdefault(each.reason, []).append(f"`{each.name}`")
     lines += [f"| {why} | {', '.join(names)} |" for why, names in reasons.items()]
     return "\n".join(lines)
+
+
+def _run_with(entries: Sequence[Support], column: str) -> str:
+    found = [f"`{each.name}`" for each in entries if each.cells[column].mark == "yes"]
+    return ", ".join(found) or "a stub only"
 
 
 def _by_name(each: Support) -> str:

@@ -18,7 +18,7 @@ from reinforge.backends.distributed.ranks import Ranks
 from reinforge.backends.fsdp.backend import FsdpBackend
 from reinforge.backends.local import LocalBackend
 from reinforge.core.batch import Totals, pack
-from reinforge.core.errors import StoppedByPolicy
+from reinforge.core.errors import InputError, StoppedByPolicy
 
 
 class TestFsdp(RunsOnRanks):
@@ -76,3 +76,17 @@ def test_three_ranks_and_an_error_in_one() -> None:
         with pytest.raises(StoppedByPolicy, match="rank 2 failed"):  # nothing can be asked any more
             sharded.step()
     assert all(gone(pid) for pid in pids)
+
+
+def refuses(member: Any, rank: int) -> None:
+    if member.rank == rank:
+        raise InputError("nobody likes it", where="key", fix="Leave it out.")
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_wrong_input_is_that_also_where_ranks_find_it(rank: int) -> None:
+    """Its exit code is 2, however often it is asked for again while the run ends."""
+    with Ranks.open(2, "cpu") as ranks:
+        for _ in range(2):
+            with pytest.raises(InputError, match=r"key: nobody likes it\. Leave it out\."):
+                ranks.make(refuses, [(rank,)] * 2)

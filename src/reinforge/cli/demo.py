@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -193,5 +195,17 @@ def _tell(summary: dict[str, Any], rl: RunResult, folder: Path) -> None:
         print(f"  {sample['step']:3d}  {sample['reward']:.0f}  {text}")
     print(
         f"\nreport   {summary['report']}\nsummary  {folder / 'summary.json'}\nseconds "
-        f" {summary['seconds']}\nlook     reinforge ui {shlex.quote(str(folder))}"
+        f" {summary['seconds']}\nlook     {this_command()} ui {shlex.quote(str(folder))}"
     )
+
+
+def this_command() -> str:
+    """What starts reinforge in the reader's shell: its name alone only where that is found."""
+    if shutil.which("reinforge"):
+        return "reinforge"
+    script = Path(sys.executable).with_name("reinforge")
+    found = [str(script)] if script.is_file() else [sys.executable, "-m", "reinforge"]
+    program = Path(found[0])
+    if program.is_relative_to(Path.cwd()):
+        found[0] = str(program.relative_to(Path.cwd()))
+    return shlex.join(found)

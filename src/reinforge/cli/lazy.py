@@ -32,6 +32,7 @@ class LazyGroup(TyperGroup):
     """
 
     entries: ClassVar[Mapping[str, CommandEntry]] = {}
+    called: ClassVar[Mapping[str, str]] = {}  # commands by other names that people try
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
@@ -40,6 +41,8 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that is called, instead of its stand-in."""
+        if meant := self.called.get(args[0]):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant!r}?")
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None and name in self.entries:
             command = self.load(name)

@@ -45,6 +45,13 @@ TELLING = ("train", "sft", "sweep", "demo")
 class ReinforgeCommands(LazyGroup):
     """`reinforge`."""
 
+    called = {
+        "compare": "runs compare",
+        "diagnose": "runs diagnose",
+        "doctor": "runs diagnose",
+        "evaluate": "eval",
+        "show": "runs show",
+    }
     entries = {
         "train": CommandEntry(
             "reinforge.cli.train:train",

@@ -23,7 +23,7 @@ WORDS = {
     "refused": "refused",
     "not tried": model_table.NOT_TRIED,
 }
-WIDE = 100  # columns of a terminal that has room for the names people know
+WIDE = 100  # columns of a terminal that has room for the names people know in the same table
 MARKS = {"yes": "yes, was run", "code": "follows from the code, was not run", "no": "no"}
 
 
@@ -61,6 +61,16 @@ def models(
 
 def support_of(name: str) -> Support:
     """What is known of an architecture or of a model."""
+    found = _in_table(name)
+    if found.verdict != "not tried":
+        return found
+    from reinforge.models.load import no_text_model
+
+    why = no_text_model(found.name)
+    return found if why is None else model_table.refused(found.name, why)
+
+
+def _in_table(name: str) -> Support:
     path = Path(name).expanduser()
     file = path / "config.json" if path.is_dir() else path
     known = model_table.named(name)
@@ -72,12 +82,26 @@ def support_of(name: str) -> Support:
         from reinforge.models.load import load_config
 
         return model_table.support(load_config(ModelConfig(path=name), "NAME").to_dict())
+    if (listed := _listed_by_transformers(name)) is not None:
+        return model_table.support({"model_type": listed})
     near = closest(name.lower(), model_table.names(), 0.5)
     guess = f"Did you mean {near}? " if near else ""
     raise InputError(
         f"{name!r} is neither an architecture that something is known of nor a model here.",
         where="NAME",
-        fix=f"{guess}`reinforge models` lists what was tried; others may work all the same.",
+        fix=(
+            f"{guess}`reinforge models` lists what was tried; `reinforge models DIRECTORY` tells of"
+            " a model that lies here."
+        ),
+    )
+
+
+def _listed_by_transformers(name: str) -> str | None:
+    """The model_type that transformers has by this name, however it is spelled."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return {model_table.plain(each): each for each in CONFIG_MAPPING_NAMES}.get(
+        model_table.plain(name)
     )
 
 
@@ -111,6 +135,15 @@ def _print_all(found: list[Support]) -> None:
             if each.verdict in ("right", "trains")
         ]
     )
+    if not wide:
+        print()
+        print_table(
+            [
+                {"architecture": each.name, "known as": each.known_as}
+                for each in found
+                if each.known_as and each.verdict in ("right", "trains")
+            ]
+        )
     print()
     refused = [each.name for each in found if each.verdict == "refused"]
     decoders = [name for name in refused if name not in NO_DECODERS]
@@ -129,6 +162,7 @@ def _print_one(found: Support) -> None:
     told: dict[str, Any] = {
         "architecture": found.name,
         "known as": found.known_as,
+        "also known so": model_table.also_known_so(found.name) or None,
         "verdict": WORDS[found.verdict] + (f": {found.reason}" if found.reason else ""),
     }
     if found.verdict in ("right", "trains"):

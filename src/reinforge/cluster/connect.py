@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforge.config.cluster import ClusterConfig
-from reinforge.core.errors import InputError
+from reinforge.core.errors import InputError, said_by
 
 TOKEN = "RAY_AUTH_TOKEN_PATH"
 MODE = "RAY_AUTH_MODE"
@@ -129,7 +129,7 @@ def _join(address: str, quiet: dict[str, Any]) -> None:
         ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(
-            f"no Ray cluster answers at {address!r}: {str(error).strip().splitlines()[0]}",
+            f"no Ray cluster answers at {address!r}: {said_by(error)}",
             where="cluster.address",
             fix=(
                 "Check the address, and RAY_AUTH_TOKEN_PATH where the cluster asks for a token; or"

@@ -52,7 +52,7 @@ SERVERS: dict[str, ServerFacts] = {
         keeps=True,
         routes=True,
         cpu_head_size=32,
-        run_with=("llama", "qwen2"),
+        run_with=("glm4_moe", "granitemoe", "llama", "mixtral", "olmoe", "qwen2", "qwen3_moe"),
     ),
     "sglang": ServerFacts("reinforge.engines.served.sglang:Sglang", package="sglang"),
 }

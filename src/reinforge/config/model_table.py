@@ -256,9 +256,26 @@ KNOWN_AS: dict[str, str] = {
     "seed_oss": "Seed-OSS",
 }
 
+# multimodal checkpoints of which the text half alone is loaded: what ran with it ran with them
+_TEXT_HALF = {name: f"{name}_text" for name in ("llama4", "qwen3_5", "qwen3_5_moe")}
+
 # where more was run than toys in one process
 _ON_RANKS = {
-    "fsdp": frozenset({"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text"}),
+    "fsdp": frozenset(
+        {
+            "deepseek_v3",
+            "gpt_oss",
+            "granitemoe",
+            "llama",
+            "mixtral",
+            "olmoe",
+            "qwen2",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_5_text",
+            "qwen3_moe",
+        }
+    ),
     "deepspeed": frozenset({"llama", "qwen2", "qwen2_moe", "qwen3"}),
 }
 _IN_MEGATRON = frozenset({"llama", "qwen2", "qwen3"})
@@ -266,12 +283,45 @@ _GGUF = ("llama", "mistral", "qwen2", "qwen3")
 
 LACKS = {
     "native": "its cache does not fit the native engine; train on given texts, or use a server",
-    "exact": (
-        "its layers have something that exact log-probs do not know, such as attention sinks or"
-        " chunks, keys and values of different widths, or Mamba"
-    ),
+    "exact": "its forward has an operation whose bits depend on the rest of the batch",
     "fp8": "its layers have matrices that are no plain linear layers",
     "qlora": "bitsandbytes does not quantise its layers",
+}
+# why `model.exact` refuses, where more is known than LACKS tells
+_INEXACT: dict[str, str] = {
+    **dict.fromkeys(
+        ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"),
+        "it uses attention sinks, which exact attention does not know",
+    ),
+    **dict.fromkeys(
+        ("llama4", "llama4_text"), "it attends in chunks, which exact attention does not know"
+    ),
+    **dict.fromkeys(
+        (
+            "axk1",
+            "deepseek_v2",
+            "deepseek_v3",
+            "glm4_moe_lite",
+            "longcat_flash",
+            "minicpm3",
+            "youtu",
+        ),
+        "its keys and values have heads of two sizes (latent attention), and exact attention knows"
+        " equal ones only",
+    ),
+    **dict.fromkeys(
+        (
+            "bamba",
+            "falcon_h1",
+            "falcon_mamba",
+            "granitemoehybrid",
+            "jamba",
+            "mamba",
+            "mamba2",
+            "nemotron_h",
+        ),
+        "it has Mamba layers, whose bits depend on the rest of the batch",
+    ),
 }
 SERVED = "where the server knows the architecture; its log-probs are compared after every update"
 NOT_TRIED = "not tried: when the model is loaded it is proved right, or refused"
@@ -299,7 +349,7 @@ class Support:
 
     @property
     def known_as(self) -> str | None:
-        return KNOWN_AS.get(self.name)
+        return KNOWN_AS.get(self.name) or KNOWN_AS.get(f"{self.name}_text")
 
 
 def names() -> list[str]:
@@ -318,12 +368,16 @@ def support(config: Mapping[str, Any]) -> Support:
     """
     name = type_of(config)
     if (why := refusal(config)) is not None:
-        return Support(name, "refused", why, dict.fromkeys(COLUMNS, Cell("no", why)))
+        return refused(name, why)
     if name not in RIGHT:
         return Support(name, "not tried", None, dict.fromkeys(COLUMNS, Cell("code", NOT_TRIED)))
     lacks = RIGHT[name]
     verdict: Verdict = "trains" if "native" in lacks else "right"
     return Support(name, verdict, None, _cells(name, lacks, config))
+
+
+def refused(name: str, why: str) -> Support:
+    return Support(name, "refused", why, dict.fromkeys(COLUMNS, Cell("no", why)))
 
 
 def type_of(config: Mapping[str, Any]) -> str:
@@ -337,11 +391,12 @@ def type_of(config: Mapping[str, Any]) -> str:
 
 def _cells(name: str, lacks: tuple[str, ...], config: Mapping[str, Any]) -> dict[str, Cell]:
     cells = dict.fromkeys(COLUMNS, Cell("yes"))
+    ran_as = _TEXT_HALF.get(name, name)
     for server, facts in SERVERS.items():
         how = SERVED if facts.run_with else f"{SERVED}; run against a stub only"
-        cells[server] = Cell("yes" if name in facts.run_with else "code", how)
+        cells[server] = Cell("yes" if ran_as in facts.run_with else "code", how)
     for backend, run_with in _ON_RANKS.items():
-        cells[backend] = Cell("yes" if name in run_with else "code")
+        cells[backend] = Cell("yes" if ran_as in run_with else "code")
     cells["megatron"] = _megatron(name, config)
     cells["gguf"] = (
         Cell("yes") if name in _GGUF else Cell("no", "llama.cpp's own converter knows more models")
@@ -351,7 +406,8 @@ def _cells(name: str, lacks: tuple[str, ...], config: Mapping[str, Any]) -> dict
     method = config.get("quantization_config")
     if isinstance(method, Mapping) and method.get("quant_method") == "mxfp4":
         cells["qlora"] = Cell("no", "its weights are quantised already")
-    cells |= {feature: Cell("no", LACKS[feature]) for feature in lacks}
+    reasons = LACKS | ({"exact": _INEXACT[name]} if name in _INEXACT else {})
+    cells |= {feature: Cell("no", reasons[feature]) for feature in lacks}
     return cells
 
 
@@ -390,6 +446,8 @@ def named(name: str) -> str | None:
     ('llama', 'qwen2_moe', None)
     >>> named("SmolLM2"), named("phi-4"), named("Granite-4"), named("DeepSeek-R1")
     ('llama', 'phi3', 'granitemoehybrid', 'deepseek_v3')
+    >>> named("Qwen3.5"), named("Llama 4"), named("qwen3_5")
+    ('qwen3_5_text', 'llama4_text', 'qwen3_5')
     """
     every = names()
     if name in every:
@@ -399,17 +457,35 @@ def named(name: str) -> str | None:
     bare = name
     for head in _HEADS:
         bare = bare.removesuffix(head)
-    called = {
-        _plain(one): each
-        for each, known_as in KNOWN_AS.items()
-        for one in known_as.replace(";", ",").split(",")
-    }
-    return (called | {_plain(each): each for each in every}).get(_plain(bare))
+    types = {plain(each): each for each in every}
+    people = {plain(one): each for each, calls in reversed(KNOWN_AS.items()) for one in _of(calls)}
+    # a class is the name of a type; what people say is a model, whose text half is the row to show
+    return (people | types if bare != name else types | people).get(plain(bare))
 
 
-def _plain(name: str) -> str:
+def also_known_so(name: str) -> list[str]:
+    """Other types of models that people call by the same name.
+
+    >>> also_known_so("qwen3_5_text"), also_known_so("mixtral")
+    (['qwen3_5', 'qwen3_5_moe', 'qwen3_5_moe_text'], [])
     """
-    >>> _plain("Qwen3_5-MoE")
+    mine = set(_of(support({"model_type": name}).known_as or ""))
+    return [
+        each.name for each in table() if each.name != name and mine & set(_of(each.known_as or ""))
+    ]
+
+
+def _of(calls: str) -> list[str]:
+    """
+    >>> _of("Llama 2, 3.x; SmolLM2")
+    ['Llama 2', '3.x', 'SmolLM2']
+    """
+    return [one.strip() for one in calls.replace(";", ",").split(",") if one.strip()]
+
+
+def plain(name: str) -> str:
+    """
+    >>> plain("Qwen3_5-MoE")
     'qwen35moe'
     """
     return "".join(letter for letter in name.lower() if letter.isalnum())

@@ -12,6 +12,23 @@ EXIT_TERMINATED = 143
 ENDS = (".", "!", "?", ":", ";", "…")
 
 
+def said_by(error: BaseException) -> str:
+    r"""What a library's error says, for a message of ours: its lines up to the first that ends a
+    sentence, as one.
+
+    >>> said_by(ValueError("Layer Experts(\n  (act): SiLU()\n) is unknown. \nSee the docs."))
+    'Layer Experts( (act): SiLU() ) is unknown.'
+    >>> said_by(OSError("none of:\n(1) a file,\n(2) a folder")), said_by(ValueError())
+    ('none of: (1) a file, (2) a folder', 'ValueError')
+    """
+    told: list[str] = []
+    for line in str(error).strip().splitlines():
+        told.append(line.strip())
+        if told[-1].endswith((".", "!", "?")):
+            break
+    return " ".join(told) or type(error).__name__
+
+
 class ReinforgeError(Exception):
     """Base of every error that is shown without a traceback; `exit_code` is what the command
     returns.

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reinforge.config.adapter import AdapterConfig
-from reinforge.core.errors import InputError
+from reinforge.core.errors import InputError, said_by
 from reinforge.models.adapter_dropout import add_dropout
 from reinforge.models.expert_adapters import unwrapped
 from reinforge.models.experts import computes, experts_forward
@@ -79,9 +79,7 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
                 wrapped = get_peft_model(module, lora)
             except ValueError as error:
                 raise InputError(
-                    str(error).splitlines()[0],
-                    where="adapter.targets",
-                    fix="Use all-linear, or names that occur in the model.",
+                    said_by(error), where="adapter.targets", fix=_names_to_use(module)
                 ) from error
             except AttributeError as error:
                 if cfg.init != "pissa":
@@ -166,6 +164,14 @@ def _tell_missing(wrapped: Any, meant: Iterable[str]) -> None:
             f"adapter.targets: all-linear leaves out {', '.join(missing)};"
             " docs/adapters.md (Experts) says why, and what can be named instead"
         )
+
+
+def _names_to_use(module: Any) -> str:
+    """The fix where peft knows no such layer."""
+    linear = {n.rpartition(".")[2] for n, p in module.named_modules() if isinstance(p, nn.Linear)}
+    stacked = {n.rpartition(".")[2] for n, p in module.named_parameters() if p.ndim == 3}
+    experts = f", or weights of its experts ({', '.join(sorted(stacked))})" if stacked else ""
+    return f"Use all-linear, or linear layers of the model ({', '.join(sorted(linear))}){experts}."
 
 
 def _leave_routers(wrapped: Any) -> None:

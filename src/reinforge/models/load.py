@@ -20,7 +20,7 @@ from reinforge.config import architectures
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.chat_templates import CHAT_TEMPLATES, fitting
 from reinforge.config.model import ELSEWHERE, ModelConfig
-from reinforge.core.errors import InputError
+from reinforge.core.errors import InputError, said_by
 from reinforge.core.hub import unavailable
 from reinforge.core.hub_trouble import hub_trouble
 from reinforge.models import rope
@@ -38,6 +38,8 @@ from reinforge.models.exact_proof import prove
 from reinforge.models.proof import refusing
 from reinforge.models.save import no_foreign_bars
 from reinforge.models.scalar import HEAD, ScalarModel
+
+SENSES = ("vision", "audio")  # of multimodal models
 
 
 def _source(cfg: ModelConfig, where: str = "model.path") -> tuple[str, dict[str, Any]]:
@@ -107,9 +109,8 @@ def _fetch(what: str, cfg: ModelConfig, load: Any, where: str = "model.path") ->
             ) from error
         if (trouble := hub_trouble(error, cfg.path)) is not None:
             raise InputError(trouble[0], where=where, fix=trouble[1]) from error
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
-            f"cannot load the {what} of {cfg.path!r}: {first}",
+            f"cannot load the {what} of {cfg.path!r}: {said_by(error)}",
             where=where,
             fix="Check the path; for a hub id check the spelling, the network and your login.",
         ) from error
@@ -123,6 +124,8 @@ def load_tokenizer(cfg: ModelConfig, where: str = "model.path") -> Any:
         cfg.model_copy(update={"path": cfg.tokenizer}) if own else cfg,
         "model.tokenizer" if own else where,
     )
+    if "gguf_file" not in kwargs:
+        _refuse_none(Path(source), "model.tokenizer" if own else where)
     tokenizer = _fetch(
         "tokenizer", cfg, partial(AutoTokenizer.from_pretrained, source, **kwargs), where
     )
@@ -131,6 +134,23 @@ def load_tokenizer(cfg: ModelConfig, where: str = "model.path") -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+# of which every tokenizer has one at least; code of its own may bring anything
+_OF_TOKENIZERS = ("*token*", "*vocab*", "*.model", "merges*", "tekken*", "*.py")
+
+
+def _refuse_none(folder: Path, where: str) -> None:
+    """Of a directory without a tokenizer transformers may make one that knows no words."""
+    if folder.is_dir() and not any(list(folder.glob(files)) for files in _OF_TOKENIZERS):
+        raise InputError(
+            f"there is no tokenizer in {folder}.",
+            where=where,
+            fix=(
+                "Copy its files there (tokenizer.json, tokenizer_config.json), or set"
+                " model.tokenizer to a directory or hub id that has them."
+            ),
+        )
 
 
 def chat_template_of(name: str, tokenizer: Any) -> str:
@@ -209,15 +229,32 @@ def check_architecture(
         )
 
 
-def _no_text_model(shape: Any) -> str | None:
-    """Why transformers has nothing that writes text for a configuration; None: it has, or the
-    checkpoint brings code of its own.
+def no_text_model(model_type: str) -> str | None:
+    """Why transformers has nothing that writes text for an architecture; None: it has, or does not
+    know the architecture.
     """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+    if model_type not in CONFIG_MAPPING_NAMES:
+        return None
+    kind = CONFIG_MAPPING[model_type]
+    return _writes_no_text(kind, [s for s in SENSES if f"{s}_config" in kind.sub_configs])
+
+
+def _no_text_model(shape: Any) -> str | None:
+    """The same of a model's configuration; None also where the checkpoint brings code of its
+    own.
+    """
+    if getattr(shape, "auto_map", None):
+        return None
+    return _writes_no_text(type(shape), [s for s in SENSES if hasattr(shape, f"{s}_config")])
+
+
+def _writes_no_text(kind: type, senses: list[str]) -> str | None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if type(shape) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(shape, "auto_map", None):
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
-    senses = [name for name in ("vision", "audio") if hasattr(shape, f"{name}_config")]
     if not senses:
         return "transformers lists no causal language model for it"
     return (

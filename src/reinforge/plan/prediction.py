@@ -123,13 +123,11 @@ def predict_plan(cfg: Config, report: PlanReport, options: PlanOptions) -> Expec
     if options.deep:  # which proves it, and says what would help
         return found
     if most > found.usable_gib:
-        server = "Lower engine.memory, train" if _beside_server(prediction, phase) else "Train"
         note(
             "memory",
             f"{phase} is expected to take {most:.1f} GiB, and {machine.name} has"
             f" {machine.memory / GIB:.1f}.",
-            f"{server} an adapter (adapter.rank=16), set model.gradient_checkpointing=true or"
-            " train.optimizer.offload=true, or use a smaller model.",
+            less_memory(cfg, prediction["memory_gib"][phase]),
         )
     elif not holds_one(prediction):
         note("rollout.kv_gib", no_cache(prediction), CACHE_FIX)
@@ -149,9 +147,20 @@ def _with_compile_choice(
     return settled(cfg, choice)
 
 
-def _beside_server(prediction: dict[str, Any], phase: str) -> bool:
-    """Whether a server has its share of the GPU in this phase."""
-    return "server" in prediction["memory_gib"][phase]
+def less_memory(cfg: Config, parts: dict[str, float]) -> str:
+    """What would take less memory than the `parts` of a phase, of what is not done already."""
+    ways = {
+        "lower engine.memory": "server" in parts,
+        "leave generation to servers (rollout.engine=vllm), which need no whole copy on rank 0": (
+            parts.get("copy", 0) > parts["peak"] / 2
+        ),
+        "train an adapter (adapter.rank=16)": cfg.adapter is None,
+        "set model.gradient_checkpointing=true": not cfg.model.gradient_checkpointing,
+        "set train.optimizer.offload=true": not cfg.train.optimizer.offload,
+        "cut the weights over several GPUs (train.backend=fsdp)": cfg.train.backend == "local",
+    }
+    told = "; ".join([*(way for way, is_left in ways.items() if is_left), "use a smaller model"])
+    return f"Do one or more of these: {told}."
 
 
 def holds_one(prediction: dict[str, Any]) -> bool:

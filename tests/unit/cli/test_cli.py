@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from helpers.paths import SRC
-from reinforge.cli.main import greet, main
+from reinforge.cli.main import ReinforgeCommands, greet, main
 from reinforge.core.errors import InputError, StoppedByPolicy, Terminated
 
 CONFIG = """
@@ -455,3 +455,12 @@ def test_eval_takes_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "train.stepz" in capsys.readouterr().err
     assert main(["eval", "nowhere.yaml"]) == 2
     assert "recipe:NAME" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("word", "meant"), ReinforgeCommands.called.items())
+def test_a_command_by_another_name_is_told(
+    word: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word, "runs/x"]) == 2
+    assert f"No such command '{word}'. Did you mean '{meant}'?" in capsys.readouterr().err
+    assert main([*meant.split(), "--help"]) == 0

@@ -37,3 +37,20 @@ def test_a_demo_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     )
     with pytest.raises(InputError, match="already holds a demo"):
         demo.run_demo(tmp_path / "demo", quick=True)
+
+
+def test_the_command_that_it_names_is_one_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make demo` puts nothing on the PATH."""
+    script = tmp_path / ".venv" / "bin" / "reinforge"
+    script.parent.mkdir(parents=True)
+    script.touch(mode=0o755)
+    monkeypatch.setattr("sys.executable", str(script.with_name("python")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert demo.this_command() == ".venv/bin/reinforge"
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert demo.this_command() == "reinforge"
+    script.unlink()
+    assert demo.this_command() == ".venv/bin/python -m reinforge"

@@ -50,7 +50,9 @@ def test_classes_of_checkpoints_are_names_too() -> None:
         ("phi-4", "phi3"),
         ("Granite 4", "granitemoehybrid"),
         ("DeepSeek-R1", "deepseek_v3"),
-        ("Qwen3.5", "qwen3_5"),
+        ("Qwen3.5", "qwen3_5_text"),
+        ("Llama 4", "llama4_text"),
+        ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
     ],
 )
 def test_names_that_people_know(
@@ -79,7 +81,7 @@ def test_the_cells_of_three_architectures() -> None:
     assert set(llama.values()) == {"yes", "code"} and llama["sglang"] == "code"
     assert [mixtral[k] for k in ("native", "fsdp", "megatron", "fp8", "gguf")] == [
         "yes",
-        "code",
+        "yes",
         "no",
         "no",
         "no",
@@ -117,6 +119,45 @@ def test_the_command_guesses_and_says_why(capsys: pytest.CaptureFixture[str]) ->
     assert main(["models", "--json"]) == 0
     told = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
     assert told["llama"]["cells"]["native"]["mark"] == "yes"
+
+
+def test_what_ran_with_the_text_half_ran_with_the_checkpoint() -> None:
+    whole, text = (model_table.support({"model_type": n}) for n in ("qwen3_5", "qwen3_5_text"))
+    assert whole.cells == text.cells | {"megatron": whole.cells["megatron"]}
+    assert whole.known_as == text.known_as == "Qwen3.5"
+    assert model_table.support({"model_type": "qwen3_moe"}).cells["vllm"].mark == "yes"
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "Qwen3-VL"])
+def test_towers_are_refused_by_name_as_plan_refuses_them(name: str, tmp_path: Path) -> None:
+    found = support_of(name)
+    assert (found.name, found.verdict) == ("qwen3_vl", "refused")
+    assert "a tower for vision" in (found.reason or "")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
+    assert support_of(str(tmp_path)) == found
+    assert support_of("phi4_multimodal").verdict == "not tried"
+
+
+def test_why_exact_is_refused_is_what_the_model_says(tmp_path: Path) -> None:
+    from helpers.toy_architectures import save_architecture, write_tokenizer
+    from reinforge.config.model import ModelConfig
+    from reinforge.models.load import load_model
+
+    model = save_architecture("gpt_oss", tmp_path, write_tokenizer)
+    with pytest.raises(InputError, match="attention sinks, which exact attention does not know"):
+        load_model(ModelConfig(path=str(model), device="cpu", exact=True))
+    why = model_table.support({"model_type": "gpt_oss"}).cells["exact"].why
+    assert "attention sinks, which exact attention does not know" in why
+
+
+def test_a_narrow_terminal_has_the_names_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["models"]) == 0
+    listed = capsys.readouterr().out
+    assert "gpt-oss-120b" in listed and "\t" not in listed
 
 
 def test_the_first_phase_of_plan_refuses_with_the_same_words(tmp_path: Path) -> None:

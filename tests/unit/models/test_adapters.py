@@ -308,6 +308,9 @@ def test_unknown_targets_are_an_input_error() -> None:
         adapted(targets=["lm_head"])
     with pytest.raises(InputError, match=r"adapter\.init"):
         adapted("qwen3_moe", init="pissa")
+    told = r"Qwen3MoeExperts\(.*\) is not supported.*q_proj.*experts \(down_proj, gate_up_proj\)"
+    with pytest.raises(InputError, match=told):
+        adapted("qwen3_moe", targets=["experts"])
 
 
 def test_a_full_model_keeps_a_frozen_copy_as_reference() -> None:

@@ -346,3 +346,13 @@ def test_an_index_that_names_a_file_outside_of_the_model_is_refused(
         shutil.copy(file, tmp_path / "model")
     with pytest.raises(InputError, match=r"model\.path.*outside of the model's directory"):
         load_model(ModelConfig(path=str(tmp_path / "model"), device="cpu"))
+
+
+def test_a_directory_without_a_tokenizer_is_told(tmp_path: Path) -> None:
+    """transformers would make one without words for some architectures, and lists files for
+    others.
+    """
+    for model_type in ("qwen3_moe", "phimoe"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        with pytest.raises(InputError, match=r"model\.path: there is no tokenizer in .*model\.tok"):
+            load_tokenizer(ModelConfig(path=str(tmp_path)))

@@ -22,7 +22,7 @@ from reinforge.plan.changes import best_changes
 from reinforge.plan.checks import run_checks
 from reinforge.plan.options import PlanOptions, stated_gpu
 from reinforge.plan.plan import describe
-from reinforge.plan.prediction import Expectation, expected, peak
+from reinforge.plan.prediction import Expectation, expected, less_memory, peak
 from reinforge.plan.preflight import PlanReport
 from reinforge.plan.room import room
 
@@ -278,6 +278,23 @@ def test_a_model_that_is_too_large_for_the_stated_gpu(model: Path, folder: Path)
     assert first["fits"] and first["memory_gib"][1] < 24 < first["memory_gib"][0]
     assert f"With {first['change']} it would take" in error
     assert proofs(report)["one dry step"]["ok"]
+
+
+def test_what_is_done_already_is_not_advised(folder: Path) -> None:
+    """Of a policy whose rank 0 holds a whole copy for its engine, the copy is what is told."""
+    cfg = grpo(Path("m"))
+    every = less_memory(cfg, {"peak": 10.0, "copy": 0.0})
+    assert "adapter.rank=16" in every and "train.backend=fsdp" in every
+    assert "rollout.engine=vllm" not in every and "engine.memory" not in every
+    settled = grpo(
+        Path("m"),
+        adapter={"rank": 8},
+        model={"gradient_checkpointing": True},
+        train={"backend": "fsdp", "ranks": 2, "optimizer": {"offload": True}},
+    )
+    left = less_memory(settled, {"peak": 10.0, "copy": 9.0, "server": 1.0})
+    assert "adapter.rank" not in left and "checkpointing" not in left and "offload" not in left
+    assert "rollout.engine=vllm" in left and "lower engine.memory" in left
 
 
 # ---- what fits, and what would help ----

@@ -30,7 +30,6 @@ from reinforge.checkpoint.tensors import CheckpointTensors, within, write_whole
 from reinforge.config.train import TrainConfig
 from reinforge.core.backend import Loss, State, Stateful
 from reinforge.core.batch import Batch, Totals, rejoin
-from reinforge.core.errors import StoppedByPolicy
 from reinforge.core.metrics import StepMetrics
 from reinforge.core.model_facts import ModelFacts
 from reinforge.core.report import StepReport
@@ -365,7 +364,7 @@ class StagedShards:
             answer = f"{self.key}/{rank}"
             while not store.check([answer]):
                 if not self.ranks.usable:
-                    raise StoppedByPolicy(self.ranks.broken or "the ranks have ended")
+                    raise self.ranks.fault()
                 time.sleep(POLL)
             told = json.loads(store.get(answer))
             if "error" in told:

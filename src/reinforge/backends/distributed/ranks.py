@@ -34,7 +34,7 @@ from torch import nn
 from reinforge.backends.distributed.commands import LAZY, CommandTree, raise_file_limit
 from reinforge.backends.distributed.wire import pack, unpack
 from reinforge.core.cpus import bind, numa_cpus, threads_for, visible_gpu
-from reinforge.core.errors import InputError, ReinforgeError, StoppedByPolicy
+from reinforge.core.errors import InputError, ReinforgeError, StoppedByPolicy, said_by
 from reinforge.core.torchrun import launched
 
 IDLE = timedelta(days=30)  # how long a rank waits for a command: rollouts take what they take
@@ -42,6 +42,7 @@ WORK = timedelta(minutes=30)  # how long a rank waits for another in the middle 
 EVIDENCE_SECONDS = 10.0  # for the reason of a lost connection to arrive
 # in a collective with a rank that is dead, before the process ends the hard way
 BLOCKED_SECONDS = 30.0
+WRONG_INPUT = "wrong input"  # in the store where what a rank said is an InputError
 PARENT = "REINFORGE_PARENT"  # pid of the rank 0 that started this process
 
 _open: Ranks | None = None
@@ -112,6 +113,7 @@ class Ranks:
         self.kind = kind
         self.children: dict[int, subprocess.Popen[bytes]] = {}
         self.broken: str | None = None  # why nothing can be asked any more
+        self._fault: type[InputError | StoppedByPolicy] = StoppedByPolicy  # and whose fault it is
         self._since: float | None = None  # when the call in progress began
         self._made = 0
         self._ended = threading.Event()
@@ -245,14 +247,18 @@ class Ranks:
             yield
         except ReinforgeError as error:
             self.broken = str(error)
+            if isinstance(error, InputError):
+                self._fault = InputError
             raise
         except RuntimeError as error:
-            self.broken = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self.broken = said_by(error)
             evidence = None if isinstance(error, torch.OutOfMemoryError) else self._evidence()
             if evidence is None:
                 raise
             self.broken = evidence
-            raise StoppedByPolicy(evidence) from error
+            if self._store.check([WRONG_INPUT]):
+                self._fault = InputError
+            raise self.fault() from error
         except BaseException as error:
             self.broken = repr(error)
             raise
@@ -263,7 +269,11 @@ class Ranks:
         if dead := self._dead():
             self.broken = self.broken or dead
         if self.broken is not None:
-            raise StoppedByPolicy(self.broken)
+            raise self.fault()
+
+    def fault(self) -> InputError | StoppedByPolicy:
+        """The error of whoever asks when nothing can be asked any more."""
+        return self._fault(self.broken or "the ranks have ended")
 
     def _evidence(self) -> str | None:
         """Who is the reason of a failed collective: what a rank said before it ended, or which one
@@ -408,6 +418,8 @@ def serve() -> NoReturn:
                 else f"{type(error).__name__}: {error}"
             )
             with contextlib.suppress(RuntimeError):
+                if isinstance(error, InputError):
+                    store.set(WRONG_INPUT, "")
                 store.set(f"error/{rank}", text.strip()[:2000] or type(error).__name__)
             if not isinstance(error, ReinforgeError):
                 traceback.print_exc()
