@@ -306,7 +306,7 @@ _INEXACT: dict[str, str] = {
             "minicpm3",
             "youtu",
         ),
-        "its keys and values have heads of two sizes (latent attention), and exact attention knows"
+        "its keys and values have different widths (latent attention), and exact attention knows"
         " equal ones only",
     ),
     **dict.fromkeys(
