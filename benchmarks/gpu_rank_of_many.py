@@ -54,6 +54,7 @@ from reinforge.backends.fsdp.worker import FsdpWorker
 from reinforge.backends.memory_model import GIB
 from reinforge.config.train import TrainConfig
 from reinforge.core.batch import Batch, Totals, pack
+from reinforge.core.logit_memory import CHUNK_ELEMENTS
 from reinforge.core.sample import Sample
 from reinforge.models.causal import CausalModel
 
@@ -328,10 +329,11 @@ def _statistics(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 STAND_INS = {
     # kernels of a GPU, by what they allocate: models/kernels/head.py is in place
     "reinforge.models.head.chunk_rows": lambda rows, vocabulary, device: max(
-        1, min(rows, memory_model.HEAD_ELEMENTS["cuda"] // vocabulary)
+        1, min(rows, CHUNK_ELEMENTS["cuda"] // vocabulary)
     ),
     "reinforge.models.head.statistics": _statistics,
     "reinforge.models.head.gradient": lambda x, *rest: x,
+    "reinforge.models.head.add_product": lambda total, a, b: None,  # inside of the product
     "reinforge.models.attention.Segments._varlen": lambda *rest: True,
     # what would read a number
     "reinforge.backends.distributed.worker.combine": lambda parts: {},

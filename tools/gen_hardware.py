@@ -16,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from reinforge.backends import memory_model  # noqa: E402
 from reinforge.backends.memory_model import GIB  # noqa: E402
 from reinforge.build.predict import texts_together  # noqa: E402
 from reinforge.config.adapter import AdapterConfig  # noqa: E402
@@ -240,9 +241,18 @@ def measured() -> str:
             _compared(
                 f"{size}: {said} (`{name}.json`)",
                 result["peak_gib"],
-                parts["peak"] - (parts["kv"] if given_back else 0),
+                parts["peak"] - (parts["kv"] if given_back else 0) - _logits(plan),
             )
         )
+    result = json.loads((RESULTS / "gpu_train_05b.json").read_text(encoding="utf-8"))
+    plan = asked("0.5B", config(TASKS[4].settings), GPUS["141 GB"], 256)
+    lines.append(
+        _compared(
+            "0.5B: `reinforge train` with nothing set (`gpu_train_05b.json`)",
+            result["gib"]["peak_gib"],
+            plan.prediction()["memory_gib"]["train"]["peak"],
+        )
+    )
     result = json.loads((RESULTS / "gpu_dpo.json").read_text(encoding="utf-8"))
     ours = next(run for run in result["runs"] if run["peer"] == "reinforge")
     lines.append(
@@ -273,7 +283,15 @@ def _dpo(run: dict[str, Any], pairs: int) -> float:
     )
     mean = run["tokens"][0] / pairs  # of a pair
     plan = expected(cfg, stated_gpu(GPUS["141 GB"]), (mean, round(mean)), smollm2)
-    return peak(plan.prediction())[1]
+    return peak(plan.prediction())[1] - _logits(plan)
+
+
+def _logits(plan: Expectation) -> float:
+    """GiB of the logits that stay until the backward, which they did not when this was measured."""
+    tokens = plan.prediction()["assumed"]["tokens_per_microbatch"]
+    size = tokens * plan.facts.vocab * plan.facts.itemsize
+    head = [memory_model.head_bytes(plan.facts, tokens, logits=n) for n in (size, 0)]
+    return (head[0] - head[1]) / GIB
 
 
 def _compared(said: str, measured_gib: float, predicted_gib: float) -> str:
