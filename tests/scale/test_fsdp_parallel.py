@@ -257,6 +257,8 @@ def test_weights_in_host_memory(ranks: Ranks, kind: str) -> None:
     """Whatever lies where: the same bits, also through a reference that is in host memory too."""
     _, plain = both(ranks, partial(load, kind), learning_rate=1e-2)
     _, moved = both(ranks, partial(load, kind), learning_rate=1e-2, offload_weights=True)
+    # where tokens go, also between passes, when its weights are elsewhere
+    assert moved.worker.model.computes_on == moved.worker.member.device
     for seed in range(2):
         told = []
         for backend in (plain, moved):
