@@ -25,7 +25,7 @@ from torch import Tensor
 
 from reinforge.core.arrays import to_device
 from reinforge.core.errors import InputError
-from reinforge.models import fp8
+from reinforge.models import flash4, fp8
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.route_store import RouteStore
 
@@ -519,12 +519,15 @@ def varlen_attention(
     longest_key: int,
     rule: AttentionRule,
 ) -> Tensor:
-    """Causal attention of segments of any lengths in one kernel (torch's flash attention).
+    """Causal attention of segments of any lengths in one kernel: FlashAttention 4 where it is the
+    better one (`models.flash4`), else torch's flash attention.
 
     The last query of a segment sees its last key. q [N, H, D], k and v [Nk, K, D].
     """
     q, k, v = (x.contiguous() for x in (q, k, v))
     lengths = (starts, key_starts, longest, longest_key)
+    if flash4.usable(q, k, v, starts, longest, rule):
+        return flash4.attention(q, k, v, *lengths, rule)
     if rule.sinks is None:
         return _flash_forward(q, k, v, lengths, rule)[0]
     out: Tensor = _FlashWithSinks.apply(q, k, v, rule.sinks, lengths, rule)

@@ -24,11 +24,17 @@ def cache_on_disk() -> Path:
     said = os.environ.get(VARIABLE)
     if said not in (None, default_cache_dir()):  # which torch writes there when it is imported
         return Path(said)
+    folder = cache_folder("compiled") or Path(default_cache_dir())
+    os.environ[VARIABLE] = str(folder)
+    return folder
+
+
+def cache_folder(name: str) -> Path | None:
+    """A folder of the user's own cache; None: there is no home that can be written to."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(home).expanduser() / "reinforge" / "compiled"
+    folder = Path(home).expanduser() / "reinforge" / name
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:  # no home that can be written to
-        folder = Path(default_cache_dir())
-    os.environ[VARIABLE] = str(folder)
+    except OSError:
+        return None
     return folder
