@@ -26,7 +26,8 @@ from reinforge.models.compile_cache import cache_folder
 HEAD_SIZES = (64, 96, 128)
 FEWEST = 4096  # queries of a pack: below, starting the kernels takes longer than torch's need
 ONE_TILE = 192  # queries: packs whose longest segment fits into one tile have kernels of their own
-MOST_SEGMENTS = 256  # of a pack; beyond, too
+MOST_SEGMENTS = 256  # of a pack: beyond, too
+MOST_NUMBERS = 1 << 30  # of all queries: 32 bits count them, padding and all
 NEAR = 0.02  # how far outputs and gradients may be from the truth, relative to their size
 LOG = logging.getLogger("reinforge")
 
@@ -41,6 +42,7 @@ def usable(
         len(q) >= FEWEST
         and longest > ONE_TILE
         and len(starts) <= MOST_SEGMENTS + 1
+        and q.numel() <= MOST_NUMBERS
         and fits(q, k, v, rule)
         and not torch.compiler.is_compiling()
         and on_hopper(q.device)
@@ -166,8 +168,8 @@ def proven(
 
 @torch.inference_mode(False)
 def trial(size: int, groups: int, dtype: torch.dtype, device: torch.device) -> tuple[float, bool]:
-    """The largest difference, relative to its size, of outputs and gradients of a small pack; and
-    whether a second time they are the same bits.
+    """The largest difference, relative to its size, of outputs (with and without a gradient) and
+    gradients of a small pack; and whether a second time they are the same bits.
 
     The first pack of a run may come inside a checkpointed layer, which keeps count of what is saved
     for its backward pass: that of the trial is none of its business.
@@ -183,7 +185,7 @@ def trial(size: int, groups: int, dtype: torch.dtype, device: torch.device) -> t
     weights = normal(TRIAL_QUERIES, heads * groups)
     rule = AttentionRule(scale=1.5 * size**-0.5)
     starts, key_starts = (
-        torch.tensor([0, *rows], device=device).cumsum(0).to(torch.int32)
+        torch.tensor([0, *rows]).cumsum(0).to(device, torch.int32)
         for rows in (TRIAL_QUERIES, TRIAL_KEYS)
     )
     lengths = (starts, key_starts, max(TRIAL_QUERIES), max(TRIAL_KEYS))
@@ -199,7 +201,12 @@ def trial(size: int, groups: int, dtype: torch.dtype, device: torch.device) -> t
         want = with_gradients(
             lambda q, k, v: dense(q, k, v, rule.scale), (q.float(), k.float(), v.float()), weights
         )
-    errors = [(one.float() - two).norm() / two.norm() for one, two in zip(found, want, strict=True)]
+        with torch.no_grad():  # a kernel of its own, which keeps nothing for a gradient
+            scored = attention(q, k, v, *lengths, rule)
+    errors = [
+        (one.float() - two).norm() / two.norm()
+        for one, two in zip((scored, *found), (want[0], *want), strict=True)
+    ]
     repeats = all(torch.equal(one, two) for one, two in zip(found, again, strict=True))
     return float(torch.stack(errors).max()), repeats
 
