@@ -50,6 +50,7 @@ PACKAGES = (
     "datasets",
     "numpy",
     "triton",
+    "flash-attn-4",
     "ray",
     "deepspeed",
     "megatron-core",
