@@ -62,6 +62,7 @@ ADAPTERS = {
     "deepspeed": "backends/deepspeed/library.py",
     "megatron": "backends/megatron/library.py",
     "mcp": "envs/mcp.py",
+    "flash_attn": "models/flash4.py",
 }
 HOMES = {
     **ADAPTERS,
