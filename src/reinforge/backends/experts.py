@@ -21,6 +21,7 @@ from reinforge.models.router_bias import RouterBias
 from reinforge.models.routing import Replay, Routers, differs
 
 DISAGREEMENT = "experts/disagreement"
+DISAGREEMENT_LEFT = "experts/disagreement_left"
 
 
 @dataclass(slots=True)
@@ -100,10 +101,16 @@ class TrainedExperts:
         }
 
     def _disagreement(self, routers: Routers, share: float) -> LossMetrics:
-        """Of the choices that are known: how many would have been of other experts."""
+        """Of the choices that are known: how many would have been of other experts, and how many
+        were, replay or not.
+        """
         given = routers.given()
         if given is None:
             return {}
         known = (given != OPEN).all(-1)
-        other = differs(given, routers.own()) & known
-        return {DISAGREEMENT: other.sum() / known.sum().clamp(min=1) * share}
+        all_known = known.sum().clamp(min=1)
+
+        def of(chosen: Tensor) -> Tensor:
+            return (differs(given, chosen) & known).sum() / all_known * share
+
+        return {DISAGREEMENT: of(routers.own()), DISAGREEMENT_LEFT: of(routers.taken())}

@@ -138,4 +138,5 @@ def _rollout(
         shape=shape,
         on_error=on_error,
         greedy_baseline=greedy,
+        decode_all=inputs.renderer.decode_all,
     )

@@ -136,6 +136,22 @@ class Renderer:
         """The text of a completion, without control tokens."""
         return token_text(self.tokenizer, tokens, special=False)
 
+    def decode_all(self, answers: Sequence[Sequence[int]]) -> list[str]:
+        """`decode` of each: of a tokenizer that adds nothing to its library's, on all cores."""
+        from transformers import PreTrainedTokenizerFast as Fast
+
+        kind = type(self.tokenizer)
+        plain = issubclass(kind, Fast) and (kind.decode, kind._decode) == (
+            Fast.decode,
+            Fast._decode,
+        )
+        if not plain:
+            return [self.decode(tokens) for tokens in answers]
+        found: list[str] = self.tokenizer.backend_tokenizer.decode_batch(
+            [list(tokens) for tokens in answers], skip_special_tokens=True
+        )
+        return found
+
     @property
     def stop_tokens(self) -> tuple[int, ...]:
         """The ids that end a completion: EOS, and what the template puts at the end of an assistant

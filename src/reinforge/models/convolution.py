@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from reinforge.core.arrays import ints, to_device
 from reinforge.models.attention import HAS_TRITON
 from reinforge.models.exact import RowWiseMode
+from reinforge.models.trial import on_its_own
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SILU = ("silu", "swish")  # what the kernels have
@@ -239,15 +240,16 @@ def distance(taps: int, dtype: torch.dtype, device: torch.device) -> float:
     draw = torch.Generator().manual_seed(0)
     made = [torch.randn(*size, generator=draw) for size in ((rows, channels), (channels, taps))]
     toward = torch.randn(rows, channels, generator=draw).to(device)
-    with torch.enable_grad():
+    with on_its_own(device):
         parts = [part.to(device, dtype).requires_grad_() for part in made]
         out = _Convolution.apply(table, True, *parts, None)
         found = [out, *torch.autograd.grad((out * toward).sum(), parts)]
         wide = [part.detach().double().requires_grad_() for part in parts]
         true = F.silu(table.by_torch(wide[0], wide[1], None))
         want = [true, *torch.autograd.grad((true * toward).sum(), wide)]
-    errors = [(a.double() - b).norm() / b.norm() for a, b in zip(found, want, strict=True)]
-    return float(torch.stack(errors).max().detach())
+        errors = [(a.double() - b).norm() / b.norm() for a, b in zip(found, want, strict=True)]
+        worst = torch.stack(errors).max()  # NaN if one is
+    return float(worst.detach())
 
 
 def _channels_side_by_side(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from reinforge.models.segment_table import SegmentTable
+from reinforge.models.trial import on_its_own
 
 ROOM = 2 << 30  # bytes of states and their gradients at once
 LARGEST_KEY = 128  # a wider state does not fit into a program's registers
@@ -159,7 +160,7 @@ def distance(size: int, wide: int, dtype: torch.dtype, normed: bool, device: tor
         made[1] = made[1] / size**0.5
     low = [x.to(device, torch.float32 if i == 3 else dtype) for i, x in enumerate(made)]
     weights = normal(wide).to(device)
-    with torch.enable_grad():
+    with on_its_own(device):
         parts = [x.requires_grad_() for x in low]
         out, _ = chunked(parts, SegmentTable.of_pack(lengths, [-1, 0], device), None, normed)
         found = [out, *torch.autograd.grad((out * weights).sum(), parts)]
@@ -168,8 +169,9 @@ def distance(size: int, wide: int, dtype: torch.dtype, normed: bool, device: tor
         second, _ = token_by_token([x[1][None] for x in pieces], state, normed)
         true = torch.cat([first[0], second[0]])
         want = [true, *torch.autograd.grad((true * weights).sum(), parts)]
-    errors = [
-        (one.float() - two.float()).norm() / two.float().norm()
-        for one, two in zip(found, want, strict=True)
-    ]
-    return float(torch.stack(errors).max().detach())
+        errors = [
+            (one.float() - two.float()).norm() / two.float().norm()
+            for one, two in zip(found, want, strict=True)
+        ]
+        worst = torch.stack(errors).max()  # NaN if one is
+    return float(worst.detach())

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.compile_cache import cache_folder
+from reinforge.models.trial import on_its_own
 
 HEAD_SIZES = (64, 96, 128)
 FEWEST = 4096  # queries of a pack: below, starting the kernels takes longer than torch's need
@@ -170,9 +171,6 @@ def proven(
 def trial(size: int, groups: int, dtype: torch.dtype, device: torch.device) -> tuple[float, bool]:
     """The largest difference, relative to its size, of outputs (with and without a gradient) and
     gradients of a small pack; and whether a second time they are the same bits.
-
-    The first pack of a run may come inside a checkpointed layer, which keeps count of what is saved
-    for its backward pass: that of the trial is none of its business.
     """
     heads = 2
     draw = torch.Generator().manual_seed(0)
@@ -189,11 +187,7 @@ def trial(size: int, groups: int, dtype: torch.dtype, device: torch.device) -> t
         for rows in (TRIAL_QUERIES, TRIAL_KEYS)
     )
     lengths = (starts, key_starts, max(TRIAL_QUERIES), max(TRIAL_KEYS))
-    with (
-        torch.enable_grad(),
-        torch.autocast(device.type, enabled=False),
-        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-    ):
+    with on_its_own(device):
         found, again = (
             with_gradients(lambda q, k, v: attention(q, k, v, *lengths, rule), (q, k, v), weights)
             for _ in range(2)

@@ -104,6 +104,17 @@ def test_disagreement_is_counted() -> None:
     assert "experts/disagreement" not in one_pass(backend, samples)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("replay", ["count", "on", "differing"])
+def test_nothing_disagrees_with_what_is_replayed(replay: str, dtype: torch.dtype) -> None:
+    """Whatever the trainer would choose."""
+    model = CausalModel(make_architecture("qwen3_moe").to(dtype))
+    told = one_pass(backend_of(model, replay), with_routes(make_samples([14, 9]), model))
+    assert 0.5 < told["experts/disagreement"] < 1
+    left = told["experts/disagreement_left"]
+    assert left == (told["experts/disagreement"] if replay == "count" else 0)
+
+
 def test_log_probs_of_the_old_policy_are_replayed_and_those_of_the_reference_are_not() -> None:
     """The reference of an adapter is the same module, and does not see what is given to the
     policy.

@@ -319,6 +319,27 @@ def test_whole_texts() -> None:
     assert renderer(tokenizer, chat="never").stop_tokens == (tokenizer.eos_token_id,)
 
 
+class Shouting(PreTrainedTokenizerFast):
+    """A tokenizer with a way of its own to write texts."""
+
+    def _decode(self, *args: Any, **kwargs: Any) -> str:
+        return str(super()._decode(*args, **kwargs)).upper()
+
+
+def test_many_texts_at_once_are_those_of_one_by_one() -> None:
+    plain = toy()
+    answers = [
+        plain.encode(text)
+        for text in ("hello world", " what is 12+7-3=<|im_end|>", "", "a  , b .\u00e9\u20ac!")
+    ]
+    answers.append(answers[3][:-3])  # ends within a character
+    assert plain.eos_token_id in answers[1]
+    made = renderer(plain)
+    assert made.decode_all(answers) == [made.decode(ids) for ids in answers]
+    loud = Shouting(tokenizer_object=plain.backend_tokenizer, eos_token="<|im_end|>")
+    assert renderer(loud).decode_all(answers)[0] == "HELLO WORLD"
+
+
 def test_rows_that_cannot_be_rendered_name_themselves() -> None:
     with pytest.raises(
         InputError,

@@ -19,6 +19,7 @@ from helpers.toys import EOS, VOCABULARY, run
 from reinforge.config.engine import EngineConfig
 from reinforge.core.constraint import Constraint
 from reinforge.core.engine import Sampling
+from reinforge.core.errors import InputError
 from reinforge.core.sample import Stop
 from reinforge.engines.served.dialect import SampleOutput, SampleRequest, ServerSetup
 from reinforge.engines.served.http import RequestAborted
@@ -166,3 +167,19 @@ def test_aborted_before_it_had_begun(told: bool) -> None:
     nothing = SampleOutput([], [], "abort")
     assert heard == ([(1, SampleOutput([7], [-0.5], "abort"))] if told else [])
     assert found == [nothing, SampleOutput([8], [-0.25], "abort") if told else nothing]
+
+
+def test_a_token_without_log_prob_is_refused() -> None:
+    """The real server did so under a grammar. What is trained on must be known."""
+
+    class Http:
+        address = "here"
+
+        async def post(self, path: str, body: dict[str, Any]) -> list[Any]:
+            drawn = [[-0.5, 7, None], [None, 8, None]]
+            end = {"finish_reason": {"type": "stop"}, "completion_tokens": 2}
+            return [{"meta_info": {**end, "output_token_logprobs": drawn}}]
+
+    form = Sampling(4, constraint=Constraint("regex", "[0-9]"))
+    with pytest.raises(InputError, match=r"engine\.kind.*no log-prob.*native engine or vLLM"):
+        run(Sglang().generate(Http(), [SampleRequest([1], 2, 4)], form, frozenset({2}), None))  # type: ignore[arg-type]

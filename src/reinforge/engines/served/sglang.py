@@ -269,6 +269,13 @@ def _output(
 
 
 def _parts(drawn: Sequence[Any], reason: str) -> SampleOutput:
+    if any(logprob is None for logprob, *_ in drawn):
+        raise InputError(
+            "SGLang told no log-prob of a token that it sampled, as it does where a form is asked"
+            " for (seen with 0.5.17).",
+            where="engine.kind",
+            fix="Answers of a given form: use the native engine or vLLM.",
+        )
     return SampleOutput(
         [int(token) for _, token, *_ in drawn], [float(logprob) for logprob, *_ in drawn], reason
     )

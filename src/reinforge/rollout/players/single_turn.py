@@ -56,10 +56,13 @@ class SingleTurn:
         on_error: str = "raise",
         greedy_baseline: bool = False,
         running: RewardNormalization | None = None,
+        decode_all: Callable[[Sequence[Sequence[int]]], list[str]] | None = None,
     ):
         self.engine = engine
         self.encode = encode
         self.decode = decode
+        # of the answers to a prompt, where that is quicker than one by one
+        self.decode_all = decode_all or (lambda answers: [decode(tokens) for tokens in answers])
         self.sampling = sampling
         self.n = n
         self.seed = seed
@@ -141,8 +144,8 @@ class SingleTurn:
         return await self._score(row, name, completions)
 
     async def _score(self, row: Row, name: str, completions: list[Completion]) -> ScoredAnswers:
-        texts = [self.decode(c.tokens) for c in completions]
         tokens = [c.tokens for c in completions]
+        texts = self.decode_all(tokens)
         scores = await self.scorer.score([row] * len(texts), name, tokens, texts)
         return ScoredAnswers(completions, texts, scores)
 
