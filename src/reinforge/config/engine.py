@@ -173,7 +173,7 @@ class EngineConfig(Section):
         None,
         description=(
             "After every update: mean difference of log-probs from the trainer's that stops the"
-            " run. Default: 0.002 in float32, 0.15 in bfloat16."
+            " run. Default: 0.002 in float32, 0.25 in bfloat16."
         ),
     )
 
