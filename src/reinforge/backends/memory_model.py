@@ -23,6 +23,7 @@ from reinforge.core.kv_pool import (
     prefill_bytes,
 )
 from reinforge.core.logit_memory import CHUNK_ELEMENTS, stay
+from reinforge.core.mlp_tiles import TILE, in_tiles
 from reinforge.core.model_facts import FLOAT, ModelFacts
 
 GIB = 2**30
@@ -252,6 +253,17 @@ def backward_bytes(f: ModelFacts) -> int:
     return max(f.itemsize * (2 * f.wide + 4 * f.hidden), work)
 
 
+def tiled_bytes(f: ModelFacts, tokens: int) -> int:
+    """What is not there in the backward of a layer because its MLP goes through a long pack in
+    tiles: see models/tiled_mlp.py.
+    """
+    dense = f.gated and f.experts == 1 and f.state is None
+    if not (f.checkpointing and dense and in_tiles(tokens)):
+        return 0
+    wide = sum(saved(f).get(name, 0) for name in ("gate", "activated", "up", "product"))
+    return (tokens - TILE) * (wide + 2 * f.itemsize * f.wide)
+
+
 def fp8_bytes(f: ModelFacts) -> int:
     """The native engine's FP8 copies of the matrices of the layers, with a float32 for each output:
     models/fp8_layers.py.
@@ -342,7 +354,7 @@ def stages(
             "gathered": (end_weights(f) + f.body() // f.layers) * f.itemsize if cut else 0,
         },
         "layer": {
-            "activations": kept + tokens * recomputed_bytes(f),
+            "activations": kept + tokens * recomputed_bytes(f) - tiled_bytes(f, tokens),
             "head": tokens * backward_bytes(f),
             "gathered": gathered_bytes(f),
         },

@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from reinforge.core import mlp_tiles
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError
 from reinforge.models import attention, exact_norm, quick_norm, rope
+from reinforge.models.adapter_dropout import dropouts
 from reinforge.models.attention import AttentionLayout, PackedLayout
 from reinforge.models.compile_cache import cache_on_disk
 from reinforge.models.exact import RowWiseMode
@@ -27,6 +29,7 @@ from reinforge.models.quick_mlp import replace_mlps
 from reinforge.models.quick_rope import replace_rope
 from reinforge.models.sequence import SequenceSlices, SliceReading, Ulysses
 from reinforge.models.state import PackedStates, StateFlow
+from reinforge.models.tiled_mlp import tile_mlps
 
 
 class PackedModel:
@@ -39,6 +42,7 @@ class PackedModel:
     value_head: nn.Linear | None = None
     # the longest sequence that is computed right; None: any (see `models.rope`)
     reach: int | None = None
+    recomputing: bool = False  # layers are computed again in the backward pass
     mixers: int = 0  # layers that keep state: convolutions, recurrences (see `models.state`)
     # where it computes; None: where its weights are, which may lie in host memory between passes
     computes_on: torch.device | None = None
@@ -125,8 +129,10 @@ class PackedModel:
         Only their own flag is set: the rest stays in evaluation mode, where no architecture adds
         noise (router jitter, dropout of its own making) that the sampling policy did not have.
         """
+        self.recomputing = False
         for part in self.module.modules():
             if getattr(part, "gradient_checkpointing", False):
+                self.recomputing = on
                 part.training = on
                 if self.mixers:
                     part._gradient_checkpointing_func = recomputed  # type: ignore[assignment]
@@ -144,6 +150,9 @@ class PackedModel:
         assert states is not None or not self.mixers, "a model that keeps state, and no state"
         if self.exact:
             layout = exact_layout(layout)
+        elif mlp_tiles.in_tiles(len(tokens)):
+            # dropout of an adapter is decided for a whole pack
+            tile_mlps(self.trunk, self.recomputing and not any(dropouts(self.module)))
         with RowWiseMode() if self.exact else nullcontext(), keeping(states):
             out = self.trunk(
                 input_ids=tokens[None],

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from reinforge.models.attention import HAS_TRITON
 from reinforge.models.quick_norm import takes_kernel
+from reinforge.models.tiled_mlp import tiled
 
 PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
@@ -120,10 +121,13 @@ def replace_mlps(module: nn.Module) -> int:
 
 def is_quick(module: nn.Module) -> bool:
     """Whether a kernel computes its norms and gates where it is trained in 16 bits on a GPU."""
-    return any(
-        isinstance(getattr(vars(part).get("forward"), "__self__", None), QuickMlp)
-        for part in module.modules()
-    )
+
+    def computes(part: nn.Module) -> Any:
+        tiles = tiled(part)
+        forward = vars(part).get("forward") if tiles is None else tiles.plain
+        return getattr(forward, "__self__", None)
+
+    return any(isinstance(computes(part), QuickMlp) for part in module.modules())
 
 
 @torch.no_grad()

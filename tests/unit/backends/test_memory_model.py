@@ -722,3 +722,20 @@ def test_offloaded_runs_come_out_the_same(make: Callable[..., Config]) -> None:
         f.keys() == found[0].keys() and all(torch.equal(f[k], found[0][k]) for k in f)
         for f in found[1:]
     )
+
+
+def test_a_long_pack_has_a_tile_of_its_mlp() -> None:
+    """Gate, up, their product and two gradients of all tokens but one tile's are not there."""
+    f = replace(SMALL, checkpointing=True)
+    long = 100 * 1024
+
+    def layer(facts: ModelFacts, tokens: int) -> int:
+        return memory_model.total(memory_model.stages(facts, tokens)["layer"])
+
+    saved = memory_model.saved(f)
+    wide = sum(saved[name] for name in ("gate", "activated", "up", "product") if name in saved)
+    assert wide >= 3 * 2 * 4864
+    apart = layer(f, long) - 100 * layer(f, 1024)
+    assert apart == -(long - 8192) * (wide + 2 * 2 * 4864)
+    assert layer(f, 32 * 1024) == 32 * layer(f, 1024)
+    assert layer(SMALL, long) == 100 * layer(SMALL, 1024)
