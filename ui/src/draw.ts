@@ -61,15 +61,20 @@ export function smooth(values: (number | null)[], weight: number): (number | nul
 
 interface Ticks { low: number; high: number; marks: number[] }
 
-export function ticks(low: number, high: number, count: number): Ticks {
+/** `round`: both ends are marks, so that nothing lies beyond the last one. */
+export function ticks(low: number, high: number, count: number, round = false): Ticks {
   if (low === high) {
-    const pad = Math.abs(low) * 0.1 || 1;
+    const pad = Math.abs(low) * 0.1;
     low -= pad;
-    high += pad;
+    high += pad || 1; // most of what is 0 throughout cannot be less
   }
   const rough = (high - low) / count;
   const power = Math.pow(10, Math.floor(Math.log10(rough)));
   const step = [1, 2, 2.5, 5, 10].map(m => m * power).find(s => s >= rough) ?? rough;
+  if (round) {
+    low = Number((Math.floor(low / step + 1e-9) * step).toPrecision(12));
+    high = Number((Math.ceil(high / step - 1e-9) * step).toPrecision(12));
+  }
   const marks: number[] = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) marks.push(Number((i * step).toPrecision(12)));
   return { low, high, marks };
@@ -131,7 +136,7 @@ export function curve(series: Series[], options: CurveOptions): SVGSVGElement {
   const xs = ticks(...extent(across, [0, 1]), 6);
   const [low, high] = extent(seen, [0, 1]);
   const share = options.unit && low === high && low >= 0 && high <= 1;
-  const ys = ticks(...((share ? [0, 1] : [low, high]) as [number, number]), 4);
+  const ys = ticks(...((share ? [0, 1] : [low, high]) as [number, number]), 4, true);
   if (across.length === 1) xs.marks = across;
   const x = scale(xs.low, xs.high, left, width - right);
   const y = scale(ys.low, ys.high, height - bottom, top);

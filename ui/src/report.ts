@@ -5,6 +5,7 @@ interface Data {
   series: Record<string, Point[]>;
   first: string[];
   sections: [string, string[]][];
+  says: Record<string, string>; // of some curves, what they are
   phases: Phases;
 }
 
@@ -50,6 +51,8 @@ function charts(home: Element, names: string[]): void {
     const head = node("h3", {}, name);
     head.append(node("span"));
     card.append(head);
+    const says = data.says[name];
+    if (says) card.append(node("p", { class: "says" }, says));
     grid.append(card);
     cards.push([card, data.series[name] ?? [], name]);
   }

@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 
 from reinforge.ui import answers
-from reinforge.ui.curve_guide import QUESTIONS, note_of, rank_of
 from reinforge.ui.event_lines import event_lines
 from reinforge.ui.run_record import RunRecord
 from reinforge.ui.texts import sound
+from reinforge.watch.curve_guide import QUESTIONS, note_of, rank_of
 from reinforge.watch.doctor.learning import is_learning
 from reinforge.watch.doctor.trouble import Trouble
 from reinforge.watch.logs import flatten, read_json

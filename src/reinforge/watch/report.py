@@ -19,6 +19,7 @@ from typing import Any
 
 from reinforge.core.html import escape
 from reinforge.watch.columns import MetricColumns, Point, number
+from reinforge.watch.curve_guide import note_of
 from reinforge.watch.doctor.doctor import diagnosed
 from reinforge.watch.doctor.history import SCORED
 from reinforge.watch.runs import flatten, read_json, read_lines, show_run
@@ -47,8 +48,8 @@ SECTIONS = (
     ("Evaluation", r"eval/"),
     ("Response", r"response/"),
     ("Policy", r"(policy|mismatch|groups)/"),
-    ("Training", r"train/"),
-    ("Experts", r"experts/"),
+    ("Training", r"train/(?!router_)"),
+    ("Experts", r"(experts/|train/router_)"),
     ("Faults", r"(faults|sandbox)/"),
     ("Throughput", r"(tokens|tokens_per_second|efficiency|memory)\b"),
     ("Other", r""),
@@ -109,6 +110,7 @@ def write_report(run_dir: Path) -> Path:
                 "series": series,
                 "first": first_curves(series),
                 "sections": sections(series),
+                "says": {name: says for name in series if (says := note_of(name).says)},
                 "phases": phases(lines),
             }
         ),

@@ -39,19 +39,38 @@ SUMMARY_KEYS = (
     "train.epochs",
     "train.prompts_per_step",
     "train.learning_rate",
+    "train.backend",
+    "train.ranks",
+    "train.router_replay",
+    "train.router_aux_loss",
+    "train.router_z_loss",
+    "train.router_bias_rate",
+    "rollout.engine",
     "rollout.max_new_tokens",
     "rollout.temperature",
     "run.seed",
 )
 # of those: where the policy samples what it is trained on
 SAMPLED = ("response/", "reward/")  # metrics of such a run
-SAMPLING_KEYS = ("algorithm.group_size", "rollout.max_new_tokens", "rollout.temperature")
+SAMPLING_KEYS = (
+    "algorithm.group_size",
+    "rollout.engine",
+    "rollout.max_new_tokens",
+    "rollout.temperature",
+)
+ROUTED = "experts/"  # metrics of a mixture
+ROUTER_KEYS = "train.router_"
 
 
 def _told(last: Mapping[str, Any]) -> list[str]:
     """The settings that say most about a run with these metrics."""
     given = bool(last) and not any(name.startswith(SAMPLED) for name in last)
-    return [key for key in SUMMARY_KEYS if not (given and key in SAMPLING_KEYS)]
+    mixture = any(name.startswith(ROUTED) for name in last)
+    return [
+        key
+        for key in SUMMARY_KEYS
+        if not (given and key in SAMPLING_KEYS) and (mixture or not key.startswith(ROUTER_KEYS))
+    ]
 
 
 def is_run(path: Path) -> bool:

@@ -49,6 +49,7 @@ SHOWN = (
     ("policy/entropy", "entropy", "{:.3f}"),
     ("response/length", "length", "{:.0f}"),
     ("train/grad_norm", "grad", "{:.3g}"),
+    ("experts/load_max", "busiest expert", "{:.2g}x"),
     ("tokens_per_second", "tok/s", "{:,.0f}"),
     ("eval/accuracy", "eval", "{:.1%}"),
     ("eval/loss", "eval loss", "{:.4f}"),

@@ -176,6 +176,7 @@ def test_an_empty_run_still_gets_a_page(tmp_path: Path) -> None:
         "series": {},
         "first": [],
         "sections": [],
+        "says": {},
         "phases": {"names": [], "bars": []},
     }
     assert "recorded no samples" in page.text
@@ -198,10 +199,12 @@ def test_long_runs_are_averaged_over_bins() -> None:
     assert curves(
         [{"step": 1, "time": 5.0, "x": 1.0}, {"step": 2, "time": 65.0, "x": 2.0, "flag": True}]
     ) == {"x": [[1.0, 0.0, 1.0], [2.0, 1.0, 2.0]]}
-    named = ("reward/exact", "reward/a/mean", "odd", "experts/load_max", "experts/dead")
+    mixture = ["experts/disagreement_left", "experts/load_max", "train/router_aux_loss"]
+    named = ("reward/exact", "reward/a/mean", "odd", "train/skipped", *mixture)
     assert sections(dict.fromkeys(named, 0)) == [
         ("Reward", ["reward/a/mean", "reward/exact"]),
-        ("Experts", ["experts/dead", "experts/load_max"]),
+        ("Training", ["train/skipped"]),
+        ("Experts", mixture),
         ("Other", ["odd"]),
     ]
 
@@ -223,6 +226,13 @@ COUNTS = """(() => {
     cards: count("#curves .chart"), svgs: count("#curves .chart > svg"),
     curves: count("#curves path.smooth[d^=M]"),
     whiskers: count("#curves .whisker"), nans: count("#curves .nan"), bars: count("#phases rect"),
+    beyond: [...document.querySelectorAll("#curves .whisker")].filter(bar => {
+      const at = (line, end) => Number(line.getAttribute(end));
+      const rules = [...bar.closest("svg").querySelectorAll(".rule")].map(rule => at(rule, "y1"));
+      const ends = [at(bar, "y1"), at(bar, "y2")];
+      return Math.min(...ends) < Math.min(...rules) || Math.max(...ends) > Math.max(...rules);
+    }).length,
+    says: [...document.querySelectorAll("#curves .says")].map(text => text.textContent),
     legend: [...document.querySelectorAll("#legend span")].map(item => item.textContent),
     odd: [...document.querySelectorAll("svg *")]
       .flatMap(n => n.getAttributeNames().map(a => n.getAttribute(a)))
@@ -247,6 +257,7 @@ def test_a_browser_draws_every_curve_and_every_bar(browser: Chromium, run: Path)
         and found["whiskers"] == 1
         and found["nans"] == 1
     )
+    assert found["beyond"] == 0 and any("95% interval" in text for text in found["says"])
     assert found["bars"] == 8 and found["legend"] == ["generate 67%", "train 33%"]
 
 

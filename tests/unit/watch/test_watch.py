@@ -638,6 +638,15 @@ def test_settings_of_sampling_are_told_where_the_policy_samples(
     assert shown["algorithm.name"] == "sft"
 
 
+@pytest.mark.parametrize("metric, told", [("experts/entropy", True), ("train/loss", False)])
+def test_settings_of_routers_are_told_of_a_mixture(tmp_path: Path, metric: str, told: bool) -> None:
+    recorder = Recorder(tmp_path, {"train": {"backend": "fsdp", "router_replay": "off"}})
+    recorder.log(1, {metric: 1.0})
+    recorder.close()
+    shown = show_run(tmp_path)["config"]
+    assert shown["train.backend"] == "fsdp" and ("train.router_replay" in shown) == told
+
+
 def test_runs_are_listed_shown_and_compared(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a", 1e-5, [0.1, 0.6, 0.2, 0.4])
     b = make_run(tmp_path / "deep" / "b", 2e-5, [0.3], ending=None)

@@ -189,6 +189,43 @@ NOTES = (
         (None, experts.MANY_DEAD),
     ),
     CurveNote(
+        r"experts/load_max",
+        STABLE,
+        "The busiest expert",
+        "Tokens of one, as a multiple of an even share; 1 where all experts get the same.",
+    ),
+    CurveNote(
+        r"experts/entropy",
+        STABLE,
+        "Evenness of the experts",
+        "1 where all experts get the same number of tokens, 0 where one gets all.",
+    ),
+    CurveNote(
+        r"experts/drift",
+        STABLE,
+        "Moved to other experts",
+        "Share of the tokens that went to other experts than in the update before."
+        " Other tokens alone make it more than 0.",
+    ),
+    CurveNote(
+        r"experts/disagreement",
+        STABLE,
+        "The router's changed mind",
+        "Share of the choices of sampling that the trainer would make otherwise.",
+    ),
+    CurveNote(
+        r"experts/disagreement_left",
+        STABLE,
+        "Trained on other experts",
+        "Share of the choices of sampling that the trainer did make otherwise; 0 with replay.",
+    ),
+    CurveNote(
+        r"train/router_(aux|z)_loss",
+        STABLE,
+        "Loss of the routers",
+        "Of how unevenly (aux) or how sharply (z) they choose, without its coefficient.",
+    ),
+    CurveNote(
         r"train/(skipped|empty)",
         STABLE,
         "Steps that changed nothing",
