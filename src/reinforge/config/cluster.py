@@ -138,6 +138,11 @@ class ClusterConfig(Section):
                 "engines: in a colocated layout the trainer generates; set cluster.layout=split, or"
                 " leave it out"
             )
+        if self.layout == "colocated" and self.engine != RoleConfig():
+            raise ValueError(
+                "engine: in a colocated layout the trainer generates; set cluster.layout=split, or"
+                " leave it out"
+            )
         for name in ("reference", "teacher"):
             role: FrozenRoleConfig = getattr(self, name)
             if role != FrozenRoleConfig() and not role.apart:

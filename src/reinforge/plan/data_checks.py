@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from reinforge.build.algorithm import algorithm_of
 from reinforge.build.data import check_scored_columns, few_rows
+from reinforge.build.frozen import reference_apart
 from reinforge.build.units import units_of
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError, ReinforgeError
@@ -165,6 +166,7 @@ def _check_algorithm(config: Config, report: PlanReport) -> None:
     """
     for note in algorithm_of(config.algorithm, config.rollout.max_new_tokens).notes:
         report.warn("algorithm", note)
+    reference_apart(config)
 
 
 def _check_columns(config: Config, train: Sequence[Row], held_out: Sequence[Row]) -> None:

@@ -176,6 +176,8 @@ def test_keys_that_mean_nothing_are_refused() -> None:
         ClusterConfig(engines=2)
     with pytest.raises(ValidationError, match="in a colocated layout the trainer generates"):
         ClusterConfig(kind="ray", engines=2)
+    with pytest.raises(ValidationError, match="engine: in a colocated layout"):
+        ClusterConfig.model_validate({"kind": "ray", "engine": {"gpus": 1}})
     assert ClusterConfig.model_validate(ClusterConfig().model_dump()) == ClusterConfig()
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from reinforge.config.engine import SERVERS, ServerFacts
 from reinforge.config.load import apply_override, config_from_dict
-from reinforge.config.rules import asynchrony, engines
+from reinforge.config.rules import asynchrony, backends, engines
 from reinforge.config.rules.check import TABLES, doubts, problems
 from reinforge.config.rules.page import compatibility_markdown
 from reinforge.config.rules.table import Column, Feature, No, Rule, Table
@@ -178,6 +178,8 @@ BROKEN: dict[str, list[Overrides]] = {
         (*APART, "algorithm.kl={coefficient: 0.1, reference: {kind: ema}}"),
         (*APART, "algorithm.name=dpo", NO_REWARDS, "train.precompute_reference=true"),
         (*APART, "algorithm.kl.coefficient=0.1", "cluster.reference.ranks=2"),
+        ("cluster={kind: ray, critic: {gpus: 1}}",),
+        ("cluster={kind: ray, reward: {gpus: 1}}",),
         (*TAUGHT,),
         (*TAUGHT, "algorithm.name=forward_kl", NO_REWARDS, TEACHER),
         (
@@ -241,6 +243,7 @@ BROKEN: dict[str, list[Overrides]] = {
     ],
 }
 DOUBTFUL: list[Overrides] = [
+    ("train.backend=fsdp", "train.deepspeed.stage=2"),
     ("rollout.precision=fp8",),
     ("model.exact=true", "algorithm.correction.name=tis"),
     ("model.exact=true", "algorithm.old=recompute"),
@@ -351,12 +354,15 @@ def test_a_broken_rule_is_told_with_its_key(rule: Rule, overrides: Overrides) ->
 
 
 def test_what_may_not_be_meant_is_accepted_and_told() -> None:
-    rules = [*engines.DOUBTS, *asynchrony.DOUBTS]
+    rules = [*backends.DOUBTS, *engines.DOUBTS, *asynchrony.DOUBTS]
     rules.remove(engines.OPEN_SERVER)  # below: all servers have a key
     for rule, overrides in zip(rules, DOUBTFUL, strict=True):
         config = config_from_dict(plain(*overrides))
         assert rule.broken(config), rule.why
         assert rule.key in [doubt.key for doubt in doubts(config)]
+    # the configuration that a run keeps names every key, and nobody meant them
+    kept = config_from_dict(sections().model_dump(mode="json"))
+    assert not list(doubts(kept))
 
 
 # a server that can do nothing that another can do without

@@ -384,6 +384,15 @@ def test_phase_one_is_fast_and_imports_nothing_heavy(
 # phase 2, in this process
 
 
+def test_a_reference_that_nobody_compares_with_cannot_be_placed(
+    model: Path, rows: Path, tmp_path: Path
+) -> None:
+    apart = ("cluster.kind=ray", "cluster.reference.gpus=0")
+    (told,) = run_checks(make(model, rows, tmp_path, *apart)).errors
+    assert told.startswith("cluster.reference: grpo compares with no reference here")
+    assert run_checks(make(model, rows, tmp_path, *apart, "algorithm.kl.coefficient=0.1")).ok
+
+
 def test_checks_on_a_good_config(model: Path, rows: Path, tmp_path: Path) -> None:
     report = run_checks(make(model, rows, tmp_path))
     assert report.ok and not report.warnings, report

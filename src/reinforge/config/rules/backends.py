@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from reinforge.config.cluster import RoleConfig
 from reinforge.config.deepspeed import DeepSpeedConfig
 from reinforge.config.optimizer import ELEMENTWISE, OptimizerConfig
 from reinforge.config.rules.facts import best_tokens, moving, opposed, whole_distributions
@@ -39,6 +40,21 @@ def _sees_matrices(config: Sections) -> bool:
 def _critic_lora_plus(config: Sections) -> bool:
     critic = config.critic.optimizer if config.critic is not None else None
     return critic is not None and critic.lora_plus is not None
+
+
+def _own_critic(config: Sections) -> bool:
+    """Whether there is a critic with weights of its own."""
+    return config.critic is not None and not config.critic.shared
+
+
+def _unread_zero(config: Sections) -> bool:
+    """Whether somebody wrote a default of `train.deepspeed` for a backend that does not read it.
+    Who names all keys has not: the configuration that a run keeps does.
+    """
+    section = config.train.deepspeed
+    named = section.model_fields_set
+    partly = 0 < len(named) < len(type(section).model_fields)
+    return config.train.backend != "deepspeed" and partly and section == DeepSpeedConfig()
 
 
 CAUSAL_ONLY = "the backend megatron trains causal LMs only"
@@ -383,6 +399,21 @@ RULES = (
         "leave it out, or set train.backend=fsdp",
     ),
     Rule(
+        "cluster.critic",
+        lambda c: c.cluster.critic != RoleConfig() and not _own_critic(c),
+        "there is no critic with weights of its own, so there is none to place",
+        "remove it, or use ppo with `critic: {}`",
+    ),
+    Rule(
+        "cluster.reward",
+        lambda c: (
+            c.cluster.reward != RoleConfig()
+            and all(reward.name != "model" for reward in c.rewards)
+        ),
+        "there is no reward `model`, so there is none to place",
+        "remove it, or write e.g. `rewards: [{name: model, options: {path: org/name}}]`",
+    ),
+    Rule(
         "cluster.teacher",
         lambda c: c.cluster.teacher.apart and (c.teacher is None or not c.teacher.loaded()),
         "there is no teacher that is loaded, so there is none to place",
@@ -462,6 +493,15 @@ RULES = (
         _critic_lora_plus,
         "a critic has no adapter",
         "remove it",
+    ),
+)
+
+DOUBTS = (
+    Rule(
+        "train.deepspeed",
+        _unread_zero,
+        "only the backend deepspeed reads it, and {backend} ignores it",
+        "set train.backend=deepspeed, or remove it",
     ),
 )
 

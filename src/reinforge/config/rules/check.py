@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reinforge.config.rules import asynchrony, engines
+from reinforge.config.rules import asynchrony, backends, engines
 from reinforge.config.rules.algorithms import ALGORITHMS, unread_keys
 from reinforge.config.rules.asynchrony import ASYNCHRONY
 from reinforge.config.rules.backends import BACKENDS
@@ -26,5 +26,6 @@ def problems(config: Sections) -> Iterator[Problem]:
 
 def doubts(config: Sections) -> Iterator[Problem]:
     """What will work and may not be meant. `reinforge plan` warns of it."""
+    yield from broken(backends.DOUBTS, config)
     yield from broken(engines.DOUBTS, config)
     yield from broken(asynchrony.DOUBTS, config)
