@@ -20,6 +20,7 @@ from helpers.toys import SilentView
 from reinforge.build.trainer import build
 from reinforge.config.load import config_from_dict, load_config
 from reinforge.config.model import ModelConfig
+from reinforge.config.rules import machine
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.plan import hub, plan
@@ -379,6 +380,22 @@ def test_phase_one_is_fast_and_imports_nothing_heavy(
     )
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("kind", ["local", "ray"])
+def test_ray_that_is_not_installed(
+    model: Path, rows: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    errors = preflight(make(model, rows, tmp_path, f"cluster.kind={kind}")).errors
+    assert errors == (
+        [
+            "cluster.kind: Ray is not installed. pip install 'reinforge[ray]', or set"
+            " cluster.kind=local."
+        ]
+        if kind == "ray"
+        else []
+    )
 
 
 # phase 2, in this process
@@ -919,6 +936,7 @@ def test_without_the_hub_a_cached_model_is_loaded_and_another_refused_without_a_
     code = """
 import huggingface_hub.constants  # it has read the flags before we look
 from reinforge.config.model import ModelConfig
+from reinforge.config.rules import machine
 from reinforge.core.errors import InputError
 from reinforge.models.load import load_tokenizer
 assert load_tokenizer(ModelConfig(path="org/here")).eos_token == "<eos>"

@@ -21,6 +21,12 @@ def missing(config: Sections) -> Iterator[Problem]:
     yield from _engine(config)
     yield from _teachers(config)
     yield from _deepspeed(config)
+    if config.cluster.kind == "ray" and find_spec("ray") is None:
+        yield Problem(
+            "cluster.kind",
+            "Ray is not installed.",
+            "pip install 'reinforge[ray]', or set cluster.kind=local.",
+        )
     if config.train.backend == "megatron" and not megatron.installed():
         yield Problem(
             "train.backend",
