@@ -20,6 +20,7 @@ from reinforge.algorithms.algorithm import Algorithm
 from reinforge.build.algorithm import make_algorithm
 from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.data import check_scored_columns, few_rows, load_data
+from reinforge.build.fp8_emulation import emulation_warning
 from reinforge.build.limits import episode_tokens
 from reinforge.build.reward_weights import reward_weights
 from reinforge.config import architectures
@@ -140,6 +141,8 @@ def read_inputs(
         view.message(f"model: {note}")
     if note := kernel_note(model_config, device) or kernel_choice(model_config, device):
         view.message(f"model: {note}")
+    if warning := emulation_warning(cfg, device):
+        view.message(str(warning))
     if cfg.rollout.prefix_cache and architectures.keeps_state(model_config.to_dict()):
         view.message(f"rollout.prefix_cache: {architectures.PREFIXES}")
     for note in algorithm.notes:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from reinforge.build.algorithm import algorithm_of
 from reinforge.build.data import check_scored_columns, few_rows
+from reinforge.build.fp8_emulation import emulation_warning
 from reinforge.build.frozen import reference_apart
 from reinforge.build.units import units_of
 from reinforge.config.schema import Config
@@ -111,6 +112,9 @@ def _check_model(
     check_other_models(config)
     tell_stage("looking at the model's heads")
     check_heads(config, report)
+    device = "cuda" if options.gpu else config.model.device
+    if warning := emulation_warning(config, device):
+        report.warnings.append(str(warning))
     tell_stage("predicting memory and time")
     return predict_plan(config, report, options)
 

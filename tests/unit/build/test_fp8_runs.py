@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from helpers.tiny_runs import EVAL, LORA, digest, launch, lines
-from helpers.toys import make_model
+from helpers.tiny_runs import DATA, EVAL, LORA, digest, launch, lines
+from helpers.toy_rewards import odd
+from helpers.toys import SilentView, make_model
 from reinforge.backends.local import LocalBackend
+from reinforge.build.caller_objects import CallerObjects
+from reinforge.build.run import train_config
 from reinforge.config.train import TrainConfig
 from reinforge.core.engine import Sampling
 from reinforge.core.weights import Weights
@@ -39,8 +42,13 @@ def test_the_mismatch_stays_small_if_training_multiplies_alike(
 
 
 def test_a_cache_in_fp8_adds_a_little(make: Callable[..., Any]) -> None:
-    cfg = make("run", "grpo", "train.precision=fp8", rollout={**FP8, "cache_precision": "fp8"})
-    launch(cfg)
+    """On a CPU, where the run says at its start that FP8 is emulated."""
+    rollout = {**FP8, "cache_precision": "fp8"}
+    cfg = make("run", "grpo", "train.precision=fp8", "model.device=cpu", rollout=rollout)
+    view = SilentView()
+    train_config(cfg, CallerObjects(data=DATA, rewards=[odd]), view)
+    said = "train.precision, rollout.precision: a CPU does not multiply in FP8"
+    assert len([told for told in view.messages if told.startswith(said)]) == 1
     assert 1e-5 < mismatch(cfg) < 0.01
 
 

@@ -27,6 +27,7 @@ from reinforge.plan import hub, plan
 from reinforge.plan.checks import run_checks
 from reinforge.plan.data_checks import quantiles
 from reinforge.plan.gold_answers import sample
+from reinforge.plan.options import PlanOptions
 from reinforge.plan.outside import check_other_models
 from reinforge.plan.preflight import preflight
 
@@ -408,6 +409,15 @@ def test_a_reference_that_nobody_compares_with_cannot_be_placed(
     (told,) = run_checks(make(model, rows, tmp_path, *apart)).errors
     assert told.startswith("cluster.reference: grpo compares with no reference here")
     assert run_checks(make(model, rows, tmp_path, *apart, "algorithm.kl.coefficient=0.1")).ok
+
+
+def test_fp8_on_a_cpu_is_told_and_not_of_a_gpu_that_is_named(
+    model: Path, rows: Path, tmp_path: Path
+) -> None:
+    cfg = make(model, rows, tmp_path, "train.precision=fp8", "model.device=cpu")
+    said = "train.precision: a CPU does not multiply in FP8"
+    assert [w.startswith(said) for w in run_checks(cfg).warnings] == [True]
+    assert run_checks(cfg, PlanOptions(gpu="H100")).warnings == []
 
 
 def test_checks_on_a_good_config(model: Path, rows: Path, tmp_path: Path) -> None:

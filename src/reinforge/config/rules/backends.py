@@ -407,8 +407,7 @@ RULES = (
     Rule(
         "cluster.reward",
         lambda c: (
-            c.cluster.reward != RoleConfig()
-            and all(reward.name != "model" for reward in c.rewards)
+            c.cluster.reward != RoleConfig() and all(reward.name != "model" for reward in c.rewards)
         ),
         "there is no reward `model`, so there is none to place",
         "remove it, or write e.g. `rewards: [{name: model, options: {path: org/name}}]`",
