@@ -134,10 +134,12 @@ def predict(
             facts, packed, machine.kind, logits=logits, **copies
         )
     faster = 1 if machine.kind == "cpu" else devices  # ranks share the cores of a CPU
+    shares = faster if on_all_ranks(cfg, devices, machine.kind) else 1
+    # a decode step of few rows takes nearly as long as one of many
+    share = replace(work, samples=math.ceil(samples / shares))
     seconds = {
         "train": roofline.train_seconds(facts, machine, work) / faster,
-        "generate": roofline.generate_seconds(facts, machine, work)
-        / (faster if on_all_ranks(cfg, devices, machine.kind) else 1),
+        "generate": roofline.generate_seconds(facts, machine, share),
     }
     # useful ones: nothing computed twice
     flops = (3 - (facts.rank is not None)) * roofline.forward_flops(
@@ -384,8 +386,10 @@ def shown(prediction: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("KV cache", _cache_line(prediction["kv_cache"])))
     if "actors" in prediction:
         lines += _actor_lines(prediction["actors"])
+    gpu = machine["kind"] == "cuda"
+    network = ", without the network between ranks" if gpu and devices > 1 else ""
     guess = "" if machine["known"] else "; this GPU is not in our table, so that is a guess"
-    busy = "on an idle GPU" if machine["kind"] == "cuda" else "as busy as this CPU is now"
+    busy = "on an idle GPU" if gpu else "as busy as this CPU is now"
     times = ", ".join(
         f"{phase} {_short(seconds)} s" for phase, seconds in prediction["seconds"].items()
     )
@@ -393,7 +397,7 @@ def shown(prediction: dict[str, Any]) -> list[tuple[str, str]]:
         *lines,
         (
             "time of a step",
-            f"about {times} for completions of full length, {busy}{guess}",
+            f"about {times} for completions of full length, {busy}{network}{guess}",
         ),
     ]
 

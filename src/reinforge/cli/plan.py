@@ -18,8 +18,8 @@ from reinforge.core.errors import EXIT_BAD_INPUT
 from reinforge.pipelines.plan import describe_pipeline
 from reinforge.pipelines.plan import plan as make_plan
 from reinforge.plan.options import PlanOptions, stated_gpu
-from reinforge.plan.plan import describe, describe_deep
-from reinforge.plan.simulate import gpu_counts, plan_cluster
+from reinforge.plan.plan import describe, describe_deep, prompt_tokens
+from reinforge.plan.simulate import COLUMNS, gpu_counts, plan_cluster
 
 
 def plan(
@@ -146,11 +146,14 @@ def _plan_cluster(
     run: Path | None,
     length: float | None,
 ) -> None:
-    found = plan_cluster(
-        load_config(config, overrides), gpu_counts(gpus), gpu=gpu, run=run, length=length
-    )
+    loaded = load_config(config, overrides)
+    counts = gpu_counts(gpus)
+    prompt = None if run is not None else prompt_tokens(config, overrides)
+    found = plan_cluster(loaded, counts, gpu=gpu, run=run, length=length, prompt=prompt)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
         return
     print_mapping(found.assumed)
     print_table(found.rows())
+    console().print()
+    print_mapping(COLUMNS)

@@ -410,7 +410,13 @@ def layouts(
 
 
 def best(steps: list[StepEstimate]) -> StepEstimate:
-    """The fastest; of those nearly as fast, the one with the freshest data."""
+    """The fastest; of those nearly as fast the ones with the freshest data, of these a colocated
+    one.
+    """
     fastest = min(step.seconds for step in steps)
     near = [step for step in steps if step.seconds <= WORTH * fastest]
-    return min(near, key=lambda step: (step.layout.staleness, step.seconds))
+    return min(near, key=_order)
+
+
+def _order(step: StepEstimate) -> tuple[int, bool, float]:
+    return step.layout.staleness, step.layout.engines > 0, step.seconds

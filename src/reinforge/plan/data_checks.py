@@ -88,7 +88,7 @@ def _check_rows(
         report.warn("plan", "prompts, memory and time could not be checked without the models.")
     tell_stage("looking for engines and ranks")
     check_engine(config, report)
-    check_ranks(config, report)
+    check_ranks(config, report, gpu=options.gpu)
     check_servers(config, report)
     tell_stage("scoring gold answers")
     check_rewards(config, train, report)

@@ -197,15 +197,17 @@ def check_heads(config: Config, report: PlanReport) -> None:
         )
 
 
-def check_ranks(config: Config, report: PlanReport) -> None:
-    """Who generates. What is wrong is a warning, because the machine that plans need not be the one
-    that trains.
+def check_ranks(config: Config, report: PlanReport, *, gpu: str | None = None) -> None:
+    """Who generates, here or on GPUs of the kind `gpu`. What is wrong is a warning, because the
+    machine that plans need not be the one that trains.
     """
     if config.train.backend == "local":
         return
     asked = config.model.device.partition(":")[0]
     try:
-        if config.cluster.kind == "ray":  # which devices it has is known when it is there
+        if gpu is not None:
+            ranks, device = config.train.ranks, "cuda"
+        elif config.cluster.kind == "ray":  # which devices it has is known when it is there
             ranks, device = config.train.ranks, None if asked == "auto" else asked
         else:
             ranks, device = ranks_here(config), pick_device(config.model.device).type

@@ -120,6 +120,15 @@ def worker_report(
     return found
 
 
+def prompt_tokens(config_path: Path, overrides: Sequence[str]) -> float | None:
+    """The median prompt, as phase 2 counts it; None: it is not known, for want of rows or of the
+    tokenizer.
+    """
+    found = worker_report(config_path, overrides, DEADLINE_SECONDS)
+    counted = found["summary"].get("prompt_tokens")
+    return None if counted is None else float(counted["median"])
+
+
 def _failed(what: str, fix: str) -> dict[str, Any]:
     return {"errors": [f"plan: {what} {fix}"], "warnings": [], "summary": {}}
 

@@ -20,6 +20,7 @@ from typing import Any
 from reinforge.backends.roofline import GPUS, StepWork
 from reinforge.build.predict import needs_of
 from reinforge.cluster.scaling import (
+    SYNC_SECONDS,
     ClusterLayout,
     CompletionLengths,
     GpuCluster,
@@ -36,7 +37,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.model_facts import ModelFacts
 from reinforge.watch.runs import read_json, read_lines
 
-PROMPT_TOKENS = 256.0  # where no run tells it
+PROMPT_TOKENS = 256.0  # where neither a run nor the rows tell it
 GPU = "H100"
 
 
@@ -193,15 +194,15 @@ class ClusterForecast:
                 )
             row |= {
                 "best": pick.layout.name,
-                "engines": pick.layout.engines or None,
+                "GPUs that generate": pick.layout.engines or gpus,
                 "step s": round(pick.seconds, 1),
             }
             row |= {"tokens/s/GPU": round(pick.tokens_per_gpu), "MFU": f"{pick.mfu:.0%}"}
             found.append(
                 {
                     **row,
-                    "idle train": f"{max(0.0, pick.idle_train):.0%}",
-                    "idle generate": f"{max(0.0, pick.idle_generate):.0%}",
+                    "not training": f"{max(0.0, pick.idle_train):.0%}",
+                    "not generating": f"{max(0.0, pick.idle_generate):.0%}",
                 }
             )
         return found
@@ -236,11 +237,12 @@ def plan_cluster(
     gpu: str | None = None,
     run: Path | None = None,
     length: float | None = None,
+    prompt: float | None = None,
     node: int = 8,
 ) -> ClusterForecast:
     """Every layout for every number of GPUs.
 
-    `length`: mean tokens of a completion, where no run tells it.
+    `length`: mean tokens of a completion, and `prompt`: of a prompt, where no run tells it.
     """
     if not cfg.algorithm.rl:
         raise InputError(
@@ -268,7 +270,7 @@ def plan_cluster(
     needs = needs_of(cfg)
     work = StepWork(
         samples,
-        seen.prompt if seen else PROMPT_TOKENS,
+        seen.prompt if seen else prompt or PROMPT_TOKENS,
         mean,
         cfg.algorithm.group_size,
         cfg.rollout.max_batch,
@@ -311,14 +313,40 @@ def plan_cluster(
             where="--gpus",
             fix="Ask for more of them, or a larger one.",
         )
+    of_prompts = "of the run" if seen else "median of the rows" if prompt else "a guess"
+    half = "" if seen or length else f"; `plan` alone counts {cap}, --length sets it"
     assumed = {
         "GPU": kind,
-        "samples": samples,
-        "prompt tokens": round(work.prompt_tokens),
-        "completion tokens": f"{mean:.0f} of {cap}, spread {lengths.sigma:.2f}",
-        "engine GPUs": tensor,
-        "from": str(run) if run else "roofline",
-        "ratio generate": round(ratios.generate, 2),
-        "ratio train": round(ratios.train, 2),
+        "samples": f"{samples} in a step",
+        "prompt tokens": f"{work.prompt_tokens:.0f}, {of_prompts}",
+        "completion tokens": (
+            f"{mean:.0f} on average, at most {cap}, spread {lengths.sigma:.2f}{half}"
+        ),
+        "one engine": f"{tensor} GPU{'s' if tensor > 1 else ''} for a copy of the model",
+        "times": (
+            f"of {run}: {ratios.generate:.2f} of the estimate to generate,"
+            f" {ratios.train:.2f} to train"
+            if run
+            else "estimated from the GPU's peaks, with servers that generate; --from RUN measures"
+        ),
+        "in each step": (
+            f"the network ({node} GPUs a node), {SYNC_SECONDS:g} s to hand weights over,"
+            f" {ratios.fixed:.1f} s for rewards and the rest"
+        ),
     }
     return ClusterForecast(steps, assumed)
+
+
+# what the columns of `ClusterForecast.rows` are
+COLUMNS = {
+    "colocated, split, async": (
+        "seconds of a step of the best such layout, in brackets the GPUs that generate; colocated:"
+        " all do both in turn; split: some generate while the others wait; async N: both at once,"
+        " on data at most N steps old"
+    ),
+    "best": "the layout to take: of those within 3% the freshest data, then the simplest",
+    "not training, not generating": (
+        "share of a step in which the GPUs that train, or generate, do not (colocated: they do the"
+        " other)"
+    ),
+}

@@ -39,6 +39,8 @@ class Says:
     async def close(self): ...
 """
 
+EVERY_RANK = "each of the 2 ranks generates a share"
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -172,17 +174,18 @@ def test_ranks_that_this_machine_cannot_start_are_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "gpu", "said"),
     [
-        ((), "rank 0 generates, because ranks on CPUs share the cores that it has"),
-        (("cluster.kind=ray",), "rank 0 generates, because ranks on CPUs"),
-        (("cluster.kind=ray", "model.device=cuda"), "each of the 2 ranks generates a share"),
-        (("train.backend=local", "train.ranks=null"), None),
+        ((), None, "rank 0 generates, because ranks on CPUs share the cores that it has"),
+        (("cluster.kind=ray",), None, "rank 0 generates, because ranks on CPUs"),
+        (("cluster.kind=ray", "model.device=cuda"), None, EVERY_RANK),
+        ((), "H200", EVERY_RANK),
+        (("train.backend=local", "train.ranks=null"), None, None),
     ],
-    ids=["here", "ray", "gpus", "one process"],
+    ids=["here", "ray", "gpus", "gpus that are named", "one process"],
 )
 def test_it_is_told_who_generates(
-    model: Path, tmp_path: Path, overrides: tuple[str, ...], said: str | None
+    model: Path, tmp_path: Path, overrides: tuple[str, ...], gpu: str | None, said: str | None
 ) -> None:
     raw = config(
         model,
@@ -191,7 +194,7 @@ def test_it_is_told_who_generates(
         train={"steps": 1, "backend": "fsdp", "ranks": 2},
     ).model_dump(mode="json")
     report = PlanReport()
-    check_ranks(config_from_dict(raw, overrides=overrides), report)
+    check_ranks(config_from_dict(raw, overrides=overrides), report, gpu=gpu)
     (found,) = [text for label, text in describe(report) if label == "rollouts"] or [None]
     assert found == said if found is None or said is None else found.startswith(said)
 

@@ -420,6 +420,20 @@ def test_fp8_on_a_cpu_is_told_and_not_of_a_gpu_that_is_named(
     assert run_checks(cfg, PlanOptions(gpu="H100")).warnings == []
 
 
+def test_the_median_prompt_is_for_predictions_of_clusters(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(json.dumps(settings(model, rows, tmp_path)))
+
+    def here(config: Path, overrides: list[str], deadline: float) -> dict[str, Any]:
+        return run_checks(load_config(config, overrides)).as_dict()
+
+    monkeypatch.setattr(plan, "worker_report", here)
+    assert 4 <= (plan.prompt_tokens(path, []) or 0) <= 6
+    assert plan.prompt_tokens(path, [f"model.path={tmp_path}"]) is None
+
+
 def test_checks_on_a_good_config(model: Path, rows: Path, tmp_path: Path) -> None:
     report = run_checks(make(model, rows, tmp_path))
     assert report.ok and not report.warnings, report

@@ -50,6 +50,24 @@ def test_a_reference_and_a_critic_of_their_own_leave_the_policys_memory() -> Non
     assert apart["seconds"]["train"] < beside["seconds"]["train"]
 
 
+def test_ranks_that_generate_shares_take_the_time_of_a_share() -> None:
+    """Which is more than an eighth: a decode step of few rows reads all weights too."""
+    keys = {"algorithm": {"name": "grpo"}, "data": {"source": "python"}, "run": {"dir": "run"}}
+    train = {"steps": 1, "backend": "fsdp", "prompts_per_step": 32}
+    rewards = [{"name": "exact_number"}]
+    raw = {**keys, "model": {"path": "org/model"}, "rewards": rewards, "train": train}
+
+    def found(prompts: int, devices: int) -> dict[str, Any]:
+        cfg = config_from_dict(raw, overrides=(f"train.prompts_per_step={prompts}",))
+        return predict(cfg, BIG, H200, (100.0, 200), devices=devices)
+
+    shares = found(32, 8)
+    assert shares["seconds"]["generate"] == found(4, 1)["seconds"]["generate"]
+    assert shares["seconds"]["generate"] > found(32, 1)["seconds"]["generate"] / 4
+    assert dict(shown(shares))["time of a step"].endswith(", without the network between ranks")
+    assert "network" not in dict(shown(found(32, 1)))["time of a step"]
+
+
 def test_actors_and_what_they_ask_for_are_counted() -> None:
     assert predicted()["actors"] == {
         "roles": {"policy": 2},

@@ -268,16 +268,45 @@ def test_a_run_is_the_measure(config: Path, tmp_path: Path) -> None:
 
 def test_the_command_needs_no_torch(config: Path) -> None:
     code = (
-        f"import sys; from reinforge.cli.main import main; code = main(['plan', {str(config)!r},"
+        "import sys; from reinforge.cli.main import main; from reinforge.plan import plan;"
+        " plan.worker_report = lambda *a, **k: {'summary': {'prompt_tokens': {'median': 9}}};"
+        f" code = main(['plan', {str(config)!r},"
         " '--cluster', '--gpus', '8..64', '--json']); assert 'torch' not in sys.modules;"
         " sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
+    assert found["assumed"]["prompt tokens"] == "9, median of the rows"
     assert list(found["clusters"]) == ["8", "16", "32", "64"]
     seconds = [found["clusters"][n]["best"]["seconds"] for n in found["clusters"]]
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_what_was_assumed_is_told(config: Path) -> None:
+    loaded = load_config(config)
+    for given, length, said in (
+        ({}, "1024 on average, at most 2048", "256, a guess"),
+        ({"prompt": 9.0, "length": 700.0}, "700 on average, at most 2048", "9, median of the rows"),
+    ):
+        assumed = plan_cluster(loaded, [8], **given).assumed
+        assert assumed["prompt tokens"] == said
+        assert assumed["completion tokens"].startswith(length)
+        assert ("`plan` alone counts 2048" in assumed["completion tokens"]) is (not given)
+        assert "the network" in assumed["in each step"]
+
+
+def test_of_equal_layouts_the_colocated_one_is_taken() -> None:
+    """As they are for a tiny model, whose step is what hands weights over and scores."""
+    tiny = ModelFacts(2, 64, 128, 4, 2, 16, 128, True)
+    cluster = GpuCluster(H100, 64)
+    work = StepWork(256, 6, 3, group=8)
+    steps = [
+        simulate(tiny, cluster, work, CompletionLengths(3, 6), layout)
+        for layout in layouts(cluster, 1)
+    ]
+    fastest = min(steps, key=lambda step: step.seconds)
+    assert fastest.layout.engines > 0 and best(steps).layout.name == "colocated"
 
 
 @pytest.mark.parametrize(
