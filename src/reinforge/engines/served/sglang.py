@@ -273,8 +273,8 @@ def _parts(drawn: Sequence[Any], reason: str) -> SampleOutput:
         raise InputError(
             "SGLang told no log-prob of a token that it sampled, as it does where a form is asked"
             " for (seen with 0.5.17).",
-            where="engine.kind",
-            fix="Answers of a given form: use the native engine or vLLM.",
+            where="rollout.engine",
+            fix="Answers of a given form: set rollout.engine to native or vllm.",
         )
     return SampleOutput(
         [int(token) for _, token, *_ in drawn], [float(logprob) for logprob, *_ in drawn], reason
