@@ -204,6 +204,7 @@ def check_ranks(config: Config, report: PlanReport, *, gpu: str | None = None) -
     if config.train.backend == "local":
         return
     asked = config.model.device.partition(":")[0]
+    device: str | None
     try:
         if gpu is not None:
             ranks, device = config.train.ranks, "cuda"
