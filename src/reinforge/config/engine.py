@@ -54,7 +54,9 @@ SERVERS: dict[str, ServerFacts] = {
         cpu_head_size=32,
         run_with=("glm4_moe", "granitemoe", "llama", "mixtral", "olmoe", "qwen2", "qwen3_moe"),
     ),
-    "sglang": ServerFacts("reinforge.engines.served.sglang:Sglang", package="sglang"),
+    "sglang": ServerFacts(
+        "reinforge.engines.served.sglang:Sglang", package="sglang", run_with=("llama",)
+    ),
 }
 
 

@@ -181,5 +181,5 @@ def test_a_token_without_log_prob_is_refused() -> None:
             return [{"meta_info": {**end, "output_token_logprobs": drawn}}]
 
     form = Sampling(4, constraint=Constraint("regex", "[0-9]"))
-    with pytest.raises(InputError, match=r"engine\.kind.*no log-prob.*native engine or vLLM"):
+    with pytest.raises(InputError, match=r"rollout\.engine.*no log-prob.*native or vllm"):
         run(Sglang().generate(Http(), [SampleRequest([1], 2, 4)], form, frozenset({2}), None))  # type: ignore[arg-type]
