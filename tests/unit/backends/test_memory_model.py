@@ -562,7 +562,10 @@ def test_a_prediction_is_of_one_rank(make: Callable[..., Config]) -> None:
     assert "on NVIDIA H200, one of 64: " in dict(shown(rank))["memory to train"]
     everyone = make("run", "grpo", *given)  # auto: on GPUs all of them
     shared = predict(everyone, replace(BIG, shards=64), H200, (256.0, 256), devices=64)
-    assert shared["seconds"]["generate"] == pytest.approx(one["seconds"]["generate"] / 64, rel=1e-3)
+    # a rank reads all weights for each token, however few sequences are its share
+    assert (
+        one["seconds"]["generate"] / 2 < shared["seconds"]["generate"] < one["seconds"]["generate"]
+    )
 
 
 def test_a_prediction_says_what_the_cache_holds(make: Callable[..., Config]) -> None:

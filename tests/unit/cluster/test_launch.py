@@ -20,6 +20,7 @@ from helpers.paths import ROOT
 from reinforge.cli.main import app
 from reinforge.cluster.launchers import ray_job, slurm
 from reinforge.cluster.launchers.job import LaunchJob
+from reinforge.config.rules import machine
 from reinforge.core.errors import InputError
 from reinforge.loops.signals import Signals
 
@@ -320,7 +321,9 @@ def launch(*words: Any) -> tuple[int, str]:
     return done.exit_code, done.output + (str(done.exception) if done.exception else "")
 
 
-def test_a_dry_run_leaves_nothing(config: Path, tmp_path: Path) -> None:
+def test_a_dry_run_leaves_nothing(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for words in (
         ["slurm", "--nodes", 2, "--gpus", 8, "train.backend=fsdp"],
         ["kubernetes", "--gpus", 1],
@@ -330,18 +333,12 @@ def test_a_dry_run_leaves_nothing(config: Path, tmp_path: Path) -> None:
         code, said = launch(config, "--on", words[0], *words[1:], "--dry-run")
         assert code == 0 and "# submitted with: " in said, said
     assert not (tmp_path / "runs").exists()
-    code, said = launch(
-        config,
-        "--on",
-        "slurm",
-        "--nodes",
-        2,
-        "--gpus",
-        8,
-        "train.backend=fsdp",
-        "cluster.kind=ray",
-        "--dry-run",
-    )
+    words = ["slurm", "--nodes", 2, "--gpus", 8, "train.backend=fsdp", "cluster.kind=ray"]
+    found: list[object | None] = [None, "somewhere"]
+    monkeypatch.setattr(machine, "find_spec", lambda name: found.pop(0))
+    code, said = launch(config, "--on", *words, "--dry-run")
+    assert code and "Ray is not installed" in said  # a job has the Python of who submits it
+    code, said = launch(config, "--on", *words, "--dry-run")
     assert code == 0 and "start --head" in said and "cluster.address=auto" in said, said
 
 
