@@ -7,6 +7,7 @@ Imports torch only to time a CPU.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ class StepWork:
         )
 
 
-# the first name that occurs in the device's: teraflop/s in bfloat16 (dense), terabyte/s
+# the first name that is among the words of the device's: teraflop/s in bfloat16 (dense), terabyte/s
 GPUS: dict[str, tuple[float, float]] = {
     "GB200": (2250, 8.0),
     "B200": (2250, 8.0),
@@ -76,6 +77,7 @@ GPUS: dict[str, tuple[float, float]] = {
     "L4": (121, 0.3),
     "A40": (150, 0.7),
     "A10": (70, 0.6),
+    "A10G": (70, 0.6),
     "A30": (165, 0.93),
     "RTX 6000 ADA": (182, 0.96),
     "A6000": (155, 0.77),
@@ -84,6 +86,7 @@ GPUS: dict[str, tuple[float, float]] = {
     "RTX 4080": (97, 0.72),
     "RTX 3090": (71, 0.94),
     "V100": (28, 0.9),
+    "V100S": (28, 1.1),
     "T4": (8, 0.3),
 }
 UNKNOWN = (100.0, 0.8)
@@ -98,9 +101,19 @@ STATE_SECONDS = 8.0e-5  # likewise, of one that keeps state: it has many small k
 
 def gpu(name: str, memory: int) -> Machine:
     """The machine behind a CUDA device's name."""
-    found = next((numbers for key, numbers in GPUS.items() if key in name.upper()), None)
-    flops, bandwidth = found or UNKNOWN
-    return Machine(name, flops * 1e12, bandwidth * 1e12, memory, known=found is not None)
+    key = known_gpu(name)
+    flops, bandwidth = UNKNOWN if key is None else GPUS[key]
+    return Machine(name, flops * 1e12, bandwidth * 1e12, memory, known=key is not None)
+
+
+def known_gpu(name: str) -> str | None:
+    """The GPU of our table that a name speaks of, in whole words.
+
+    >>> known_gpu("NVIDIA A100-SXM4-80GB"), known_gpu("RTX A4000"), known_gpu("H2000")
+    ('A100', None, None)
+    """
+    words = name.upper()
+    return next((key for key in GPUS if re.search(rf"(?<![A-Z0-9]){key}(?![A-Z0-9])", words)), None)
 
 
 @cache

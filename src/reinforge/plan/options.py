@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reinforge.backends.roofline import GPUS, Machine
+from reinforge.backends.roofline import GPUS, Machine, known_gpu
 from reinforge.cluster.scaling import machine
 from reinforge.core.errors import InputError
 
@@ -45,7 +45,7 @@ def stated_gpu(text: str) -> Machine:
     found = re.fullmatch(r"(?:(?P<name>.*[A-Za-z].*?)(?::|$))?(?P<gib>\d+(?:\.\d+)?)?", text)
     name = found["name"] if found else None
     gib = float(found["gib"]) if found and found["gib"] else None
-    known = name is not None and any(key in name.upper() for key in GPUS)
+    known = name is not None and known_gpu(name) is not None
     if not known and (name is not None or not gib):
         raise InputError(
             f"there is no GPU {text!r} in our table.",

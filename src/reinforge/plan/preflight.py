@@ -137,7 +137,7 @@ def _check_cut(config: Config, report: PlanReport) -> None:
     if train.backend == "megatron" and (why := megatron.unknown_in(model)) is not None:
         report.refuse(
             "train.backend",
-            f"{config.model.path} has {why}, which the backend megatron does not know.",
+            f"{config.model.path} has {why}: the backend megatron does not know it.",
             "Set train.backend=fsdp.",
         )
     elif (why := megatron.uncut(model, train.tensor_parallel)) is not None:

@@ -17,7 +17,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from reinforge.backends.roofline import GPUS, StepWork
+from reinforge.backends.roofline import GPUS, StepWork, known_gpu
 from reinforge.build.predict import needs_of
 from reinforge.cluster.scaling import (
     SYNC_SECONDS,
@@ -252,7 +252,7 @@ def plan_cluster(
         )
     seen = measured_of(run) if run is not None else None
     kind = gpu or (seen.machine if seen else GPU)
-    if not any(name in kind.upper() for name in GPUS):
+    if known_gpu(kind) is None:
         raise InputError(
             f"there is no GPU {kind!r} in our table.",
             where="--gpu",

@@ -436,7 +436,7 @@ def test_changes_gain_what_the_plan_says(model: Path, folder: Path, gpu: str) ->
 def test_a_gpu_by_its_name_or_size() -> None:
     assert stated_gpu("A100:40").memory == 40 * GIB and stated_gpu("A100").memory == 80 * GIB
     assert stated_gpu("RTX 4090").memory == 24 * GIB and stated_gpu("16").memory == 16 * GIB
-    for bad in ("Voodoo", "Voodoo:24", "", ":40"):
+    for bad in ("Voodoo", "Voodoo:24", "", ":40", "H2000", "RTX A4000", "A1000"):
         with pytest.raises(InputError, match="--gpu"):
             stated_gpu(bad)
 
