@@ -369,6 +369,7 @@ def main() -> None:
             "mismatch_mean": metrics.get("mismatch/mean"),
             "mismatch_max": metrics.get("mismatch/max"),
             "disagreement": metrics.get("experts/disagreement"),
+            "disagreement_left": metrics.get("experts/disagreement_left"),
         }
         rows.append(row)
         print(
