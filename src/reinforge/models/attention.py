@@ -28,6 +28,7 @@ from reinforge.core.errors import InputError
 from reinforge.models import flash4, fp8
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.route_store import RouteStore
+from reinforge.models.shared_keys import SharedKeys
 
 NAME = "reinforge"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -461,35 +462,28 @@ class PackedLayout:
     starts: Tensor  # [S+1] int32 on the device
     # which segment each one continues, -1 = none; a prefix continues nothing
     prefix: list[int] | None = None
-    # [sum of key lengths]: gathers keys where prefixes are shared
-    keys: Tensor | None = field(init=False, default=None)
+    # copies keys of prefixes to what continues them; None: nothing does
+    shared: SharedKeys | None = field(init=False, default=None)
     segments: Segments = field(init=False)
 
     def __post_init__(self) -> None:
         self.segments = Segments(self.lengths, self.starts, self.lengths, self.starts)
         if self.prefix is None or max(self.prefix, default=-1) < 0:
             return
-        begins = [0]
-        for n in self.lengths:
-            begins.append(begins[-1] + n)
-        pieces = []
-        key_lengths = []
-        for i, (n, before) in enumerate(zip(self.lengths, self.prefix, strict=True)):
-            if before >= 0:
-                assert self.prefix[before] < 0, "a segment continues one that continues another"
-                pieces.append(torch.arange(begins[before], begins[before + 1]))
-            pieces.append(torch.arange(begins[i], begins[i + 1]))
-            key_lengths.append(n + (self.lengths[before] if before >= 0 else 0))
         device = self.starts.device
-        self.keys = torch.cat(pieces).to(device)
+        has_kernel = HAS_TRITON and device.type == "cuda"
+        self.shared = SharedKeys.of(self.lengths, self.prefix, device, has_kernel=has_kernel)
+        key_lengths = [
+            n + (self.lengths[before] if before >= 0 else 0)
+            for n, before in zip(self.lengths, self.prefix, strict=True)
+        ]
         self.segments = Segments(
             self.lengths, self.starts, key_lengths, starts_of(key_lengths, device)
         )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-        if self.keys is not None:
-            k = k.index_select(0, self.keys)
-            v = v.index_select(0, self.keys)
+        if self.shared is not None:
+            k, v = self.shared.gather(k, v)
         return self.segments.attend(q, k, v, rule)
 
 
