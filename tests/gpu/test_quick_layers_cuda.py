@@ -89,14 +89,29 @@ def test_a_gate_has_the_values_and_gradients_of_its_formula(count: int) -> None:
 
 
 @pytest.mark.parametrize("size", [16, 12])
-def test_a_rope_has_the_values_and_gradients_of_its_formula(size: int) -> None:
-    x = normal(7, 3, 20)[None, :, :, :16].transpose(1, 2).requires_grad_()
+@pytest.mark.parametrize("heads", [(3, 1), (5, 5)])
+def test_a_rope_has_the_values_and_gradients_of_its_formula(
+    size: int, heads: tuple[int, int]
+) -> None:
+    both = [
+        normal(7, n, 20, seed=n)[None, :, :, :16].transpose(1, 2).requires_grad_() for n in heads
+    ]
     cos, sin = normal(2, 1, 7, size, seed=1)
-    weights = normal(1, 3, 7, 16, seed=2)
-    got, want = kernel_rope(x, cos, sin), rotated(x, cos, sin)
-    torch.testing.assert_close(got, want)
-    (mine,) = torch.autograd.grad((got * weights).sum(), x)
-    (true,) = torch.autograd.grad((want * weights).sum(), x)
+    weights = [normal(1, n, 7, 16, seed=2) for n in heads]
+    got = kernel_rope(*both, cos, sin)
+    want = [rotated(x, cos, sin) for x in both]
+    for one, two in zip(got, want, strict=True):
+        torch.testing.assert_close(one, two)
+    found, true = (torch.autograd.grad(out, both, weights) for out in (got, want))
+    for one, two in zip(found, true, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_a_rope_of_which_only_the_queries_are_used() -> None:
+    q, k = (normal(1, n, 5, 8, seed=n).requires_grad_() for n in (2, 1))
+    cos, sin = normal(2, 1, 5, 8, seed=1)
+    (mine,) = torch.autograd.grad(kernel_rope(q, k, cos, sin)[0].sum(), q)
+    (true,) = torch.autograd.grad(rotated(q, cos, sin).sum(), q)
     torch.testing.assert_close(mine, true)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from reinforge.backends.block_codes import BLOCK, decoded, dither, encoded, scales
+from reinforge.backends.gradient_sums import GradientSums
 from reinforge.backends.optimizer import MasterOptimizer
 from reinforge.backends.optimizer_state import MASTER, refuse_other
 from reinforge.backends.split_master import BITS, joined, split, tie_bytes
@@ -119,6 +120,7 @@ class CompactOptimizer(MasterOptimizer):
         }
         self.masters = SplitMasters(self.parameters, wide)
         self.sums = {}  # of the gradients, where they are not the weights' own
+        self.adding = GradientSums()
         for name, p in self.parameters.items():
             if not self._own_gradient(p):
                 p.register_post_accumulate_grad_hook(self._into_sums(name))
@@ -139,6 +141,7 @@ class CompactOptimizer(MasterOptimizer):
         return p.grad if self._own_gradient(p) else self.sums.get(name)
 
     def gradients(self) -> list[Tensor]:
+        self.adding.settle()
         found = (self._gradient(name) for name in self.parameters)
         return [grad for grad in found if grad is not None]
 
@@ -153,6 +156,7 @@ class CompactOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def step(self, rate: float, scale: float) -> None:
+        self.adding.settle()
         for name, p in self.parameters.items():
             grad = self._gradient(name)
             if grad is None:
@@ -234,6 +238,7 @@ class CompactOptimizer(MasterOptimizer):
         return decoded(flat, kept[key + SCALE][_blocks(here)], signed=MOMENTS[key])
 
     def zero(self) -> None:
+        self.adding.forget()
         self.sums.clear()
         for p in self.parameters.values():
             p.grad = None

@@ -15,6 +15,7 @@ from reinforge.backends.memory_model import (
 )
 from reinforge.backends.teachers import Teachers, divergence_to
 from reinforge.config.optimizer import OptimizerConfig
+from reinforge.core.arrays import ints, to_device
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.kv_pool import KEEP
@@ -60,10 +61,15 @@ def trained_tokens(
         if loss.reads & {"values", "values_after"}
         else None
     )
-    whole = torch.tensor(
-        [totals.episode_tokens.get(s.episode, 1) for s in batch.samples], device=logprobs.device
+    lengths, whole = to_device(
+        ints(
+            [
+                [s.n_trained for s in batch.samples],
+                [totals.episode_tokens.get(s.episode, 1) for s in batch.samples],
+            ]
+        ),
+        logprobs.device,
     )
-    lengths = torch.bincount(batch.sequence, minlength=len(batch.samples))
     divergence = None
     if loss.divergence is not None:
         assert isinstance(model, CausalModel)

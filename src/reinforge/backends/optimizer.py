@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from reinforge.backends.gradient_sums import GradientSums
 from reinforge.backends.optimizer_state import kept_of, load_kept
 from reinforge.backends.update_rules import make_updates, set_rate
 from reinforge.config.optimizer import OptimizerConfig
@@ -54,6 +55,7 @@ class MasterOptimizer:
         self.masters: dict[str, Tensor] = {}
         # offload: gradients on the device; otherwise they are the masters' own
         self.sums: dict[str, Tensor] = {}
+        self.adding = GradientSums()
         self.offload = cfg.offload
         for name, p in self.parameters.items():
             if cfg.offload:
@@ -70,14 +72,13 @@ class MasterOptimizer:
         # by torch's classes; several where a weight's kind decides, none for a frozen model
         self.updates: list[Optimizer] = make_updates(self.masters, cfg) if self.masters else []
 
-    @staticmethod
-    def _into(master: Tensor):  # type: ignore[no-untyped-def]
+    def _into(self, master: Tensor):  # type: ignore[no-untyped-def]
         def add(p: Tensor) -> None:
             assert p.grad is not None
             if master.grad is None:
                 master.grad = p.grad.float()
             else:
-                master.grad.add_(p.grad)
+                self.adding.add(master.grad, p.grad)
             p.grad = None
 
         return add
@@ -86,7 +87,7 @@ class MasterOptimizer:
         def add(p: Tensor) -> None:
             assert p.grad is not None
             if name in self.sums:
-                self.sums[name].add_(p.grad)
+                self.adding.add(self.sums[name], p.grad)
             else:
                 self.sums[name] = p.grad.float()
             p.grad = None
@@ -97,6 +98,7 @@ class MasterOptimizer:
         """What was added up since `zero`, in float32, where the weights are, always in the same
         order: their norm is a sum.
         """
+        self.adding.settle()
         found = (
             (self.sums.get(name) if self.offload else m.grad) for name, m in self.masters.items()
         )
@@ -110,6 +112,7 @@ class MasterOptimizer:
 
     def step(self, rate: float, scale: float) -> None:
         """One update with the gradient multiplied by `scale`."""
+        self.adding.settle()
         if scale != 1.0:
             torch._foreach_mul_(self.gradients(), scale)
         if self.offload:
@@ -133,6 +136,7 @@ class MasterOptimizer:
             torch.cuda.synchronize()
 
     def zero(self) -> None:
+        self.adding.forget()
         self.sums.clear()
         for name, master in self.masters.items():
             self.parameters[name].grad = master.grad = None

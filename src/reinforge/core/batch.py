@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from reinforge.core import routes
+from reinforge.core.arrays import to_device
 from reinforge.core.sample import Sample
 
 # A stream: which domain the token's row is of, where every domain has a teacher of its own.
@@ -140,7 +141,7 @@ class Batch:
         """The same batch with its tensors on `device`; the samples stay where they are."""
 
         def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
+            return to_device(tensor, device)
 
         return Batch(
             self.samples,

@@ -1,5 +1,5 @@
-"""Rotary embedding on a GPU: one kernel for queries and one for keys, in place of five for each and
-as many for the gradient.
+"""Rotary embedding on a GPU: one kernel for queries and keys, in place of five for each and as many
+for the gradient.
 
 transformers gives it the same name in every modelling file; where the formula is the usual one, it
 is replaced there, as `models.mixers` does with its functions.
@@ -34,27 +34,27 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _KernelRope(torch.autograd.Function):
-    """`rotated`; the angles are all that is kept."""
+    """`rotated` of queries and keys; the angles are all that is kept."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, cos, sin):  # type: ignore[no-untyped-def]
         from reinforge.models.kernels import rotary as kernels
 
         ctx.save_for_backward(cos, sin)
-        return kernels.turn(x, cos, sin)
+        return kernels.turn(q, k, cos, sin)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx, dq, dk):  # type: ignore[no-untyped-def]
         from reinforge.models.kernels import rotary as kernels
 
         cos, sin = ctx.saved_tensors
-        return kernels.turn(grad, cos, sin, back=True), None, None
+        return *kernels.turn(dq, dk, cos, sin, back=True), None, None
 
 
-def kernel_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotated`, with a gradient of x."""
-    out: Tensor = _KernelRope.apply(x, cos[0].contiguous(), sin[0].contiguous())
-    return out
+def kernel_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`rotated` of both, with gradients."""
+    found: tuple[Tensor, Tensor] = _KernelRope.apply(q, k, cos[0].contiguous(), sin[0].contiguous())
+    return found
 
 
 def replace_rope(module: nn.Module) -> int:
@@ -89,10 +89,11 @@ def _asking(plain: Rotary) -> Rotary:
             or q.shape[0] != 1
             or cos.shape[:-1] != (1, q.shape[2])
             or cos.shape != sin.shape
+            or (k.shape[0], *k.shape[2:]) != (1, *q.shape[2:])
             or not all(takes_kernel(x, y) for x, y in ((q, cos), (k, sin)))
         ):
             return plain(q, k, cos, sin, *args, **kwargs)
-        return kernel_rope(q, cos, sin), kernel_rope(k, cos, sin)
+        return kernel_rope(q, k, cos, sin)
 
     setattr(rotary, _MARK, True)
     return rotary

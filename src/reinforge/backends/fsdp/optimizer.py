@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from reinforge.backends.fsdp.tensor_parallel import TensorParallelPlan
+from reinforge.backends.gradient_sums import GradientSums
 from reinforge.backends.optimizer import MasterOptimizer, host_copy
 from reinforge.config.optimizer import OptimizerConfig
 
@@ -46,6 +47,7 @@ class ShardedOptimizer(MasterOptimizer):
         }
         self.offload = cfg.offload
         self.sums = {}
+        self.adding = GradientSums()  # nothing waits: shards are few, and added where they lie
         self.masters = (
             {name: host_copy(p) for name, p in self.parameters.items()}
             if cfg.offload

@@ -29,6 +29,7 @@ class GroupOptimizer(MasterOptimizer):
 
         Ranks have gradients of the same parameters: each computes something in every pass.
         """
+        self.adding.settle()
         for name, master in self.masters.items():
             if master.grad is None:
                 continue
