@@ -24,7 +24,7 @@ def normal(shape: tuple[int, ...], seed: int) -> Tensor:
 def test_sums_have_the_bits_of_adding_at_once(dtype: torch.dtype) -> None:
     totals = [normal(shape, i) for i, shape in enumerate(SIZES)]
     want = [total.clone() for total in totals]
-    sums = GradientSums(kernel=True)
+    sums = GradientSums(at_once=True)
     for round_ in range(3):
         for i, shape in enumerate(SIZES):
             part = normal(shape, 100 * round_ + i).to(dtype)
@@ -40,7 +40,7 @@ def test_slices_of_one_gradient_and_numbers_that_lie_badly() -> None:
     parts = [joint[:2], joint[2:], normal((33,), 2).to(torch.bfloat16)[1:], joint.t()]
     totals = [normal(tuple(part.shape), 9) for part in parts]
     want = [total + part for total, part in zip(totals, parts, strict=True)]
-    sums = GradientSums(kernel=True)
+    sums = GradientSums(at_once=True)
     for total, part in zip(totals, parts, strict=True):
         sums.add(total, part)
     sums.settle()
@@ -49,7 +49,7 @@ def test_slices_of_one_gradient_and_numbers_that_lie_badly() -> None:
 
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_sums, "MOST_WAITING", 100)
-    sums = GradientSums(kernel=True)
+    sums = GradientSums(at_once=True)
     first, second = torch.zeros(2, 40, device=DEVICE)
     sums.add(first, torch.ones(40, dtype=torch.bfloat16, device=DEVICE))
     assert not first.any()
@@ -60,11 +60,11 @@ def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_optimizer_sees_all_that_was_added() -> None:
     """Three backward passes, norm, update: as with a sum for every gradient."""
 
-    def trained(kernel: bool) -> list[Tensor]:
+    def trained(at_once: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)).to(DEVICE, torch.bfloat16)
         optimizer = MasterOptimizer(model, OptimizerConfig())
-        optimizer.adding = GradientSums(kernel=kernel)
+        optimizer.adding = GradientSums(at_once=at_once)
         for step in range(2):
             for micro in range(3):
                 model(
@@ -78,7 +78,7 @@ def test_an_optimizer_sees_all_that_was_added() -> None:
 
 
 def test_what_was_given_up_is_not_added() -> None:
-    sums = GradientSums(kernel=True)
+    sums = GradientSums(at_once=True)
     total = torch.zeros(8, device=DEVICE)
     sums.add(total, torch.ones(8, dtype=torch.bfloat16, device=DEVICE))
     sums.forget()

@@ -17,9 +17,9 @@ class GradientSums:
     Every sum is what adding at once would give: a total has one part waiting at a time.
     """
 
-    def __init__(self, kernel: bool | None = None) -> None:
-        """`kernel`: whether to use it wherever numbers allow; None: on a GPU."""
-        self.kernel = kernel
+    def __init__(self, at_once: bool | None = None) -> None:
+        """`at_once`: many by one kernel, wherever their numbers allow; None: on a GPU."""
+        self.at_once = at_once
         self._totals: dict[int, Tensor] = {}  # by id
         self._parts: list[Tensor] = []
         self._bytes = 0
@@ -38,7 +38,7 @@ class GradientSums:
             self.settle()
 
     def _takes(self, total: Tensor, part: Tensor) -> bool:
-        asked = part.is_cuda and HAS_TRITON if self.kernel is None else self.kernel
+        asked = part.is_cuda and HAS_TRITON if self.at_once is None else self.at_once
         if not asked:
             return False
         from reinforge.models.kernels.add_up import can_add
