@@ -14,7 +14,7 @@ class GradientSums:
     hundreds takes longer than what it does. `MasterOptimizer` makes one, adds to it as gradients
     appear, and asks for `settle` before it reads a sum.
 
-    Every sum is what adding at once would give: a total has one part waiting at a time.
+    Every sum has the bits of adding each part by itself: a total has one part waiting at a time.
     """
 
     def __init__(self, at_once: bool | None = None) -> None:
