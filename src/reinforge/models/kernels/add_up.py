@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from reinforge.core.arrays import ints, to_device
+from reinforge.models.kernels.common import ceil_div
 
 AT_ONCE = 4096  # numbers of a program
 ALIGNED = 16  # bytes: of a load that fetches several numbers
@@ -40,7 +41,7 @@ def _add_up(PLACES, SHAPE, S, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
 @lru_cache(maxsize=64)
 def _shape(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
     """SHAPE of `_add_up`, and how many programs there are."""
-    counts = ints([triton.cdiv(size, AT_ONCE) for size in sizes])
+    counts = ints([ceil_div(size, AT_ONCE) for size in sizes])
     which = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     return to_device(torch.cat([ints(sizes), counts.cumsum(0) - counts, which]), device), len(which)
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.kernels.common import rounded_silu
+from reinforge.models.kernels.common import ceil_div, next_power, rounded_silu
 
 ROWS = 32  # of a tile
 CHANNELS = 128
@@ -207,7 +207,7 @@ def _shared_inputs(
 
 
 def _pieces(channels: int) -> int:
-    return int(triton.cdiv(channels, CHANNELS))
+    return int(ceil_div(channels, CHANNELS))
 
 
 def _tiles(weight: Tensor, bias: Tensor | None, rows: int) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, seen: Tensor, silu: 
     y = torch.empty(count, channels, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    _forward[(triton.cdiv(count, ROWS), _pieces(channels))](
+    _forward[(ceil_div(count, ROWS), _pieces(channels))](
         x,
         seen,
         weight,
@@ -263,7 +263,7 @@ def output_grads(
     if grad.numel() == 0:
         return grad, grad.new_zeros(kinds, channels, dtype=torch.float32) if summed else None
     steps = STEPS if summed else 1
-    blocks = triton.cdiv(count, SUMMED_ROWS * steps)
+    blocks = ceil_div(count, SUMMED_ROWS * steps)
     before = torch.empty(grad.shape, dtype=x.dtype, device=x.device) if silu else grad
     sums = x.new_empty(blocks if summed else 1, kinds, channels, dtype=torch.float32)
     _outputs[(blocks, _pieces(channels))](
@@ -281,7 +281,7 @@ def output_grads(
         SILU=silu,
         HAS_SUMS=summed,
         TILES=steps,
-        BK=triton.next_power_of_2(kinds),
+        BK=next_power(kinds),
         **_tiles(weight, bias, SUMMED_ROWS),
     )
     return before, sums.sum(0) if summed else None
@@ -302,7 +302,7 @@ def input_grads(
     grads = torch.empty(rows, channels, dtype=before.dtype, device=before.device)
     if grads.numel() == 0:
         return grads
-    _inputs[(triton.cdiv(rows, ROWS), _pieces(channels))](
+    _inputs[(ceil_div(rows, ROWS), _pieces(channels))](
         before,
         seen_by,
         weight,

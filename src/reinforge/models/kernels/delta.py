@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from reinforge.models.kernels.common import ceil_div, next_power
 from reinforge.models.segment_table import CHUNK as TOKENS
 from reinforge.models.segment_table import SegmentTable
 
@@ -529,14 +530,14 @@ def tiles_of(query: Tensor, value: Tensor) -> dict[str, Any]:
         "D": size,
         "V": wide,
         "PRECISION": "tf32x3" if query.dtype == torch.float32 else "ieee",
-        "BD": max(16, triton.next_power_of_2(size)),
-        "BV": min(32, max(16, triton.next_power_of_2(wide))),
+        "BD": max(16, next_power(size)),
+        "BV": min(32, max(16, next_power(wide))),
         "num_warps": 4,
     }
 
 
 def _pieces(value: Tensor, tiles: dict[str, Any]) -> int:
-    return int(triton.cdiv(value.shape[-1], tiles["BV"]))
+    return int(ceil_div(value.shape[-1], tiles["BV"]))
 
 
 def _line_strides(*parts: Tensor) -> list[int]:

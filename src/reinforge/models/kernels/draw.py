@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.kernels.common import capped, early
+from reinforge.models.kernels.common import capped, ceil_div, early, next_power
 
 
 @triton.jit
@@ -181,8 +181,8 @@ class _Chunks:
         cls, logits: Tensor, temperatures: Tensor, scale: float, softcap: float | None
     ) -> _Chunks:
         rows, vocabulary = logits.shape
-        size = min(4096, triton.next_power_of_2(vocabulary))
-        shape = (rows, triton.cdiv(vocabulary, size))
+        size = min(4096, next_power(vocabulary))
+        shape = (rows, ceil_div(vocabulary, size))
         top, total = (torch.empty(shape, device=logits.device) for _ in range(2))
         found = cls(
             logits,
@@ -223,8 +223,8 @@ class _Chunks:
             logprobs,
             *self.rule,
             chunks,
-            BV=min(4096, triton.next_power_of_2(self.logits.shape[1])),
-            BC=triton.next_power_of_2(chunks),
+            BV=min(4096, next_power(self.logits.shape[1])),
+            BC=next_power(chunks),
             num_warps=8,
             **self.kind,
         )
@@ -244,7 +244,7 @@ class _Chunks:
             lse,
             *self.rule,
             chunks,
-            BC=triton.next_power_of_2(chunks),
+            BC=next_power(chunks),
             num_warps=1,
             **self.kind,
         )
@@ -323,7 +323,7 @@ def advance(
         done,
         stops,
         stops.shape[1],
-        BS=triton.next_power_of_2(stops.shape[1]),
+        BS=next_power(stops.shape[1]),
         num_warps=1,
         **early(),
     )

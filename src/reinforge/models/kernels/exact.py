@@ -20,7 +20,7 @@ from torch import Tensor
 
 from reinforge.models import exact_tiles
 from reinforge.models.attention_rule import AttentionRule
-from reinforge.models.kernels.common import capped, early, lines, page_of
+from reinforge.models.kernels.common import capped, early, lines, next_power, page_of
 from reinforge.models.kernels.paged_attention import NOTHING, room_for_parts, turned
 
 
@@ -39,7 +39,7 @@ def row_sum(x: Tensor) -> Tensor:
     x = x.contiguous()
     y = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     if len(y):
-        block = min(4096, triton.next_power_of_2(x.shape[1]))
+        block = min(4096, next_power(x.shape[1]))
         _row_sum[(x.shape[0],)](
             x,
             y,
@@ -418,7 +418,7 @@ def _launch(
     size = q.shape[2]
     kv_heads = k.shape[1]
     groups = heads // kv_heads
-    padded = max(16, triton.next_power_of_2(size))
+    padded = max(16, next_power(size))
     out = torch.empty(q.shape[0], heads, size, dtype=q.dtype, device=q.device)
     if not len(plan.first):
         return out
@@ -505,7 +505,7 @@ _seen: dict[tuple[object, ...], bool] = {}  # what was tried on this machine
 
 def few_rows(groups: int) -> int:
     """Rows of a tile for one position: what one warp multiplies at once, or more."""
-    return max(16, triton.next_power_of_2(groups))
+    return max(16, next_power(groups))
 
 
 def few_rows_agree(groups: int, q: Tensor) -> bool:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.kernels.common import early
+from reinforge.models.kernels.common import early, next_power
 
 # a compiler knows that addresses are multiples of so many numbers, or knows nothing
 STEP = 16
@@ -77,7 +77,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Ten
         eps,
         0 if delta is None else 1,
         E=size,
-        BE=triton.next_power_of_2(size),
+        BE=next_power(size),
         num_warps=8 if size > 2048 else 4 if size > 256 else 1,
         enable_fp_fusion=False,
         **early(),

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.kernels.common import MULTIPROCESSORS, early
+from reinforge.models.kernels.common import MULTIPROCESSORS, ceil_div, early, next_power
 
 GROUP = 8  # row tiles that share a column tile's weights in the cache
 Tile = tuple[int, int, int, int, int]  # BM, BN, BK, warps, tiles on their way
@@ -106,7 +106,7 @@ def _in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Ten
     if not rows:
         return y
     bm, bn, bk, warps, stages = tile
-    _matmul[(triton.cdiv(rows, bm) * triton.cdiv(outer, bn),)](
+    _matmul[(ceil_div(rows, bm) * ceil_div(outer, bn),)](
         x,
         weight,
         y if bias is None else bias,
@@ -142,11 +142,11 @@ def fitting_tile(rows: int, outer: int) -> Tile:
     """The largest tile that keeps the multiprocessors busy."""
 
     def programs(tile: Tile) -> int:
-        return triton.cdiv(rows, tile[0]) * triton.cdiv(outer, tile[1])
+        return ceil_div(rows, tile[0]) * ceil_div(outer, tile[1])
 
     if programs(LARGE) >= 2 * MULTIPROCESSORS:
         return LARGE
-    height = min(64, max(16, triton.next_power_of_2(rows)))
+    height = min(64, max(16, next_power(rows)))
     more, less = SMALLER[height]
     return more if programs(more) >= 0.75 * MULTIPROCESSORS else less
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from reinforge.models.expert_adapters import LowRank
-from reinforge.models.kernels.common import early
+from reinforge.models.kernels.common import ceil_div, early, next_power
 from reinforge.models.kernels.layer import _gated
 
 MOST_PAIRS = 8192  # that one program lists; more are sorted by the library
@@ -79,8 +79,8 @@ def choose(logits: Tensor, k: int, normed: bool) -> tuple[Tensor, Tensor]:
         experts,
         K=k,
         NORMED=normed,
-        BE=triton.next_power_of_2(experts),
-        BK=triton.next_power_of_2(k),
+        BE=next_power(experts),
+        BK=next_power(k),
         num_warps=1,
         **early(),
     )
@@ -113,7 +113,7 @@ def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         return order.to(torch.int32), torch.searchsorted(ordered, every).to(torch.int32)
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     begin = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
-    size = max(16, triton.next_power_of_2(pairs))
+    size = max(16, next_power(pairs))
     _list[(experts + 1,)](
         flat,
         order,
@@ -285,12 +285,12 @@ def product(
         tile = WIDE if x.dtype == torch.float32 else tile
     bm, bn, bk, warps, stages = tile
     if outer <= NARROW:
-        bn = min(bn, max(16, triton.next_power_of_2(outer)))
+        bn = min(bn, max(16, next_power(outer)))
     narrow = up = x
     if low is not None:
         narrow = product(x, low.down, order, begin, top, shared=shared, size=size)
         up = low.up
-    _product[(triton.cdiv(outer, bn), experts)](
+    _product[(ceil_div(outer, bn), experts)](
         x,
         weight,
         x if bias is None else bias,
@@ -319,7 +319,7 @@ def product(
         BM=bm,
         BN=bn,
         BK=bk,
-        BR=16 if low is None else max(16, triton.next_power_of_2(up.shape[2])),
+        BR=16 if low is None else max(16, next_power(up.shape[2])),
         num_warps=warps,
         num_stages=stages,
         **early(),
@@ -349,7 +349,7 @@ def added(parts: Tensor) -> Tensor:
     count, rows, size = parts.shape
     y = torch.empty(rows, size, dtype=parts.dtype, device=parts.device)
     if rows:
-        _added[(rows, triton.cdiv(size, 1024))](
+        _added[(rows, ceil_div(size, 1024))](
             parts, y, rows, size, PARTS=count, BE=1024, num_warps=4, **early()
         )
     return y

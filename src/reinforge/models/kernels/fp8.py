@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.kernels.common import early
+from reinforge.models.kernels.common import early, next_power
 
 # as in the twin
 LARGEST = tl.constexpr(448.0)
@@ -50,7 +50,7 @@ def quantise_rows(x: Tensor, values: Tensor, scale: Tensor) -> None:
             scale,
             size,
             x.stride(0),
-            BK=triton.next_power_of_2(size),
+            BK=next_power(size),
             num_warps=4 if size <= 4096 else 16,
             **early(),
         )

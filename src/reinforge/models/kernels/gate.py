@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.kernels.common import early, rounded_silu
+from reinforge.models.kernels.common import ceil_div, early, next_power, rounded_silu
 
 AT_ONCE = 2048
 
@@ -57,8 +57,8 @@ def _silu_mul_backward(GATE, UP, DY, DGATE, DUP, I, apart, BI: tl.constexpr):
 
 def _launch(rows: Tensor) -> tuple[tuple[int], int]:
     """Programs, and numbers of each."""
-    block = min(AT_ONCE, triton.next_power_of_2(rows.shape[1]))
-    return (rows.shape[0] * triton.cdiv(rows.shape[1], block),), block
+    block = min(AT_ONCE, next_power(rows.shape[1]))
+    return (rows.shape[0] * ceil_div(rows.shape[1], block),), block
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

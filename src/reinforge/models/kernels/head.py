@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.kernels.common import capped
+from reinforge.models.kernels.common import capped, ceil_div
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def softmax_gradient(
     """Twin of `head.gradient`, in place."""
     rows, vocabulary = x.shape
     block = 4096
-    _gradient[(rows, triton.cdiv(vocabulary, block))](
+    _gradient[(rows, ceil_div(vocabulary, block))](
         x,
         targets,
         lse,

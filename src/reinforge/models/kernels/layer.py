@@ -13,7 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from reinforge.models.fp8 import Fp8Rows
-from reinforge.models.kernels.common import MULTIPROCESSORS, early, rounded_silu
+from reinforge.models.kernels.common import (
+    MULTIPROCESSORS,
+    ceil_div,
+    early,
+    next_power,
+    rounded_silu,
+)
 from reinforge.models.kernels.fp8 import quantised
 
 # ---- between the matrix products ----
@@ -86,7 +92,7 @@ def add_norm(
         eps,
         PARTS=parts,
         QUANTISE=into is not None,
-        BE=triton.next_power_of_2(size),
+        BE=next_power(size),
         num_warps=8 if size > 2048 else 4,
         **early(),
     )
@@ -116,7 +122,7 @@ def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x.stride(1),
         eps,
         D=size,
-        BD=triton.next_power_of_2(size),
+        BD=next_power(size),
         num_warps=1,
     )
     return x
@@ -144,7 +150,7 @@ def silu(x: Tensor) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
     if x.numel():
-        _silu[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), BN=1024, num_warps=4, **early())
+        _silu[(ceil_div(x.numel(), 1024),)](x, y, x.numel(), BN=1024, num_warps=4, **early())
     return y
 
 
@@ -164,7 +170,7 @@ def silu_mul(x: Tensor) -> Tensor:
     """silu(x[:, :N])·x[:, N:] of x [B, 2N]."""
     rows, size = x.shape[0], x.shape[1] // 2
     y = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    _silu_mul[(rows, triton.cdiv(size, 1024))](x, y, size, BN=1024, num_warps=4, **early())
+    _silu_mul[(rows, ceil_div(size, 1024))](x, y, size, BN=1024, num_warps=4, **early())
     return y
 
 
@@ -269,13 +275,13 @@ def few_rows(
     rows, inner = left.shape
     outer = right.shape[0]
     bn, bk, warps, stages = product_tile(rows, left.element_size())
-    tiles = triton.cdiv(outer, bn)
+    tiles = ceil_div(outer, bn)
     count = 1
     if parts:
         while tiles * count < 0.75 * MULTIPROCESSORS and count < 8:
             count *= 2
-    per = triton.cdiv(triton.cdiv(inner, bk), count) * bk
-    count = triton.cdiv(inner, per)
+    per = ceil_div(ceil_div(inner, bk), count) * bk
+    count = ceil_div(inner, per)
     shape = (count, rows, outer) if parts else (rows, outer)
     made = torch.float32 if parts else dtype or left.dtype
     y = torch.empty(shape, dtype=made, device=left.device)
@@ -292,7 +298,7 @@ def few_rows(
         per,
         HAS_BIAS=bias is not None,
         EVEN=inner % bk == 0,
-        BM=max(16, triton.next_power_of_2(rows)),
+        BM=max(16, next_power(rows)),
         BN=bn,
         BK=bk,
         num_warps=warps,
@@ -426,9 +432,9 @@ def slice_of(rows: int, outer: int, size: int) -> Slice:
     some = next(SLICES[key] for key in sorted(SLICES) if key[0] == size and rows <= key[1])
 
     def full(one: Slice) -> float:
-        programs = triton.cdiv(outer, one[0] + one[1])
+        programs = ceil_div(outer, one[0] + one[1])
         places = MULTIPROCESSORS * one[5]
-        return programs / (triton.cdiv(programs, places) * places)
+        return programs / (ceil_div(programs, places) * places)
 
     return max(some, key=full)
 
@@ -444,7 +450,7 @@ def gated_rows(
     outer = right.shape[0] // 2
     first, second, bk, warps, stages, _ = slice_of(rows, outer, left.element_size())
     y = torch.empty(rows, outer, dtype=dtype or left.dtype, device=left.device)
-    _gated_rows[(triton.cdiv(outer, first + second),)](
+    _gated_rows[(ceil_div(outer, first + second),)](
         left,
         right,
         *scales,
@@ -454,7 +460,7 @@ def gated_rows(
         inner,
         left.stride(0),
         EVEN=inner % bk == 0,
-        BM=max(16, triton.next_power_of_2(rows)),
+        BM=max(16, next_power(rows)),
         B1=first,
         B2=second,
         BK=bk,
@@ -506,7 +512,7 @@ def add_low_rank(y: Tensor, narrow: Tensor, up: Tensor, scale: float) -> None:
     """y [B, N] += scale·narrow [B, R] times up [N, R] transposed; rows of y may lie apart."""
     rows, outer = y.shape
     rank = narrow.shape[1]
-    _add_low_rank[(triton.cdiv(rows, 16), triton.cdiv(outer, 128))](
+    _add_low_rank[(ceil_div(rows, 16), ceil_div(outer, 128))](
         y,
         narrow,
         up,
@@ -515,7 +521,7 @@ def add_low_rank(y: Tensor, narrow: Tensor, up: Tensor, scale: float) -> None:
         outer,
         y.stride(0),
         R=rank,
-        RP=max(16, triton.next_power_of_2(rank)),
+        RP=max(16, next_power(rank)),
         PRECISION="ieee" if up.dtype == torch.float32 else "tf32",
         BM=16,
         BN=128,

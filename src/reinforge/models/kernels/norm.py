@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.kernels.common import MULTIPROCESSORS, early
+from reinforge.models.kernels.common import MULTIPROCESSORS, ceil_div, early, next_power
 
 PARTS = 8 * MULTIPROCESSORS  # programs that share the rows of a gradient
 
@@ -82,7 +82,7 @@ def rms_norm(
         eps,
         CENTRED=centred,
         GATED=gate is not None,
-        BE=triton.next_power_of_2(size),
+        BE=next_power(size),
         num_warps=8 if size > 2048 else 4 if size > 512 else 1,
         **early(),
     )
@@ -166,10 +166,10 @@ def rms_norm_backward(
     count = x.numel() // size
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dgate = None if gate is None else torch.empty(x.shape, dtype=gate.dtype, device=x.device)
-    block = triton.next_power_of_2(size)
+    block = next_power(size)
     at_once = max(1, 2048 // block)
-    each = triton.cdiv(triton.cdiv(max(count, 1), PARTS), at_once) * at_once
-    programs = triton.cdiv(count, each)
+    each = ceil_div(ceil_div(max(count, 1), PARTS), at_once) * at_once
+    programs = ceil_div(count, each)
     sums = torch.empty(programs if weighs else 0, size, dtype=torch.float32, device=x.device)
     if count:
         rows, gates = _rows_of_both(x, gate)

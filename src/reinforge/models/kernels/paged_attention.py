@@ -15,7 +15,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from reinforge.models.attention_rule import AttentionRule
-from reinforge.models.kernels.common import HAS_TMA, MULTIPROCESSORS, capped, early, lines, page_of
+from reinforge.models.kernels.common import (
+    HAS_TMA,
+    MULTIPROCESSORS,
+    capped,
+    early,
+    lines,
+    next_power,
+    page_of,
+)
 from reinforge.models.kernels.fp8 import quantised
 
 # so many programs share the keys of a sequence at most, and so many keys each of them has
@@ -468,7 +476,7 @@ def paged_decode(
         v.stride(1),
         cos.stride(0),
         tables.stride(0),
-        GP=max(16, triton.next_power_of_2(per_key)),
+        GP=max(16, next_power(per_key)),
         PARTS=parts,
         WINDOW=window > 0,
         CHUNKED=rule.chunk is not None,
@@ -494,7 +502,7 @@ def paged_decode(
 
 def padded(size: int) -> int:
     """Numbers of a head in a tile."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power(size))
 
 
 def room_for_parts(
@@ -606,10 +614,10 @@ def rotate_and_store(
         tables.stride(0),
         H=heads,
         HK=kv_heads,
-        HP=triton.next_power_of_2(heads),
-        KP=triton.next_power_of_2(kv_heads),
+        HP=next_power(heads),
+        KP=next_power(kv_heads),
         D=size,
-        DP=triton.next_power_of_2(size),
+        DP=next_power(size),
         BLOCK=keys.shape[1],
         num_warps=4,
         enable_fp_fusion=False,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.kernels.common import early
+from reinforge.models.kernels.common import early, next_power
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def turn(
     new_q = torch.empty(1, tokens, heads, size, dtype=q.dtype, device=q.device)
     new_k = torch.empty(1, tokens, key_heads, size, dtype=k.dtype, device=k.device)
     if tokens:
-        block = triton.next_power_of_2(max(width // 2, 1))
+        block = next_power(max(width // 2, 1))
         _turn[(tokens,)](
             q,
             k,
@@ -136,10 +136,10 @@ def turn(
             k.stride(2),
             k.stride(1),
             BACK=back,
-            BH=max(1, min(triton.next_power_of_2(heads), 1024 // block)),
-            BK=max(1, min(triton.next_power_of_2(key_heads), 1024 // block)),
+            BH=max(1, min(next_power(heads), 1024 // block)),
+            BK=max(1, min(next_power(key_heads), 1024 // block)),
             BR=block,
-            BD=triton.next_power_of_2(size - width) if size > width else 0,
+            BD=next_power(size - width) if size > width else 0,
             num_warps=4,
             **early(),
         )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.kernels.common import early, rounded_silu
+from reinforge.models.kernels.common import ceil_div, early, next_power, rounded_silu
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def convolve(
     rows, channels = x.shape
     y = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
     weight = weight.contiguous()
-    _convolve[(rows, triton.cdiv(channels, 1024))](
+    _convolve[(rows, ceil_div(channels, 1024))](
         x,
         state,
         slots,
@@ -189,8 +189,8 @@ def delta_scan(
     out = torch.empty(segments, length, heads, wide, dtype=value.dtype, device=value.device)
     # the last dimension of each lies in one piece
     parts = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
-    piece = min(32, triton.next_power_of_2(wide))
-    _delta[(segments, heads, triton.cdiv(wide, piece))](
+    piece = min(32, next_power(wide))
+    _delta[(segments, heads, ceil_div(wide, piece))](
         *parts,
         decay,
         beta,
@@ -206,7 +206,7 @@ def delta_scan(
         D=size,
         V=wide,
         NORMED=normed,
-        BD=triton.next_power_of_2(size),
+        BD=next_power(size),
         BV=piece,
         num_warps=4,
         **early(),
