@@ -1,6 +1,6 @@
 """Compiles Triton kernels for a GPU that is not there: a launch is recorded and compiled instead of
-run. `python -m helpers.kernel_compiler` does it for the kernels of decoding and of exact mode, with
-the shapes of models that people train.
+run. `python -m helpers.kernel_compiler` does it for the kernels of decoding, of exact mode and of
+training, with the shapes of models that people train.
 
 The interpreter, which runs kernels on a CPU, accepts much that the compiler does not.
 """
@@ -179,10 +179,32 @@ def compile_exact_kernels(compiler: KernelCompiler) -> None:
         exact.attend(q, k, v, plan, None, 1, AttentionRule(0.1, window=64, softcap=30.0))
 
 
+def compile_training_kernels(compiler: KernelCompiler) -> None:
+    from reinforge.models.kernels import add_up, gate, norm, rotary
+    from reinforge.models.kernels.shared_keys import sum_places
+
+    half = torch.bfloat16
+    for tokens, heads, kv_heads, size, width in ((64, 28, 4, 128, 3584), (320, 14, 2, 64, 896)):
+        x = torch.zeros(1, tokens, width, dtype=half)
+        norm.rms_norm(x, x[0, 0], 1e-6)
+        norm.rms_norm_backward(x, x[0, 0], 1e-6, x)
+        joint = torch.zeros(tokens, heads + 2 * kv_heads, size, dtype=half)
+        q, k, v = joint.split([heads, kv_heads, kv_heads], 1)
+        turn = torch.zeros(tokens, size, dtype=half)
+        for back in (False, True):
+            rotary.turn(q.transpose(0, 1)[None], k.transpose(0, 1)[None], turn, turn, back)
+        gate.silu_mul(x[0], x[0])
+        gate.silu_mul_backward(x[0], x[0], x[0], x[0], x[0])  # type: ignore[call-arg]
+        add_up.add_up([x[0].float()], [x[0]])
+        starts = torch.arange(tokens + 1, dtype=torch.int32)
+        sum_places(k.contiguous(), v.contiguous(), starts, starts[:-1].contiguous())
+
+
 def main() -> None:
     compiler = KernelCompiler()
     compile_decode_kernels(compiler)
     compile_exact_kernels(compiler)
+    compile_training_kernels(compiler)
     largest = max(compiler.compiled.values())
     print(f"{len(compiler.compiled)} kernels compiled, {largest} bytes of shared memory at most")
     assert largest <= SHARED_MEMORY

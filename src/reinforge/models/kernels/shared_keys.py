@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from reinforge.models.kernels.common import ceil_div
+
 ROWS = 16  # tokens of a program
 COLUMNS = 128  # numbers of each token
 AT_ONCE = 4  # places of a token that are on their way at the same time
@@ -80,9 +82,8 @@ def sum_places(dk: Tensor, dv: Tensor, starts: Tensor, places: Tensor) -> tuple[
     tokens = starts.shape[0] - 1
     sum_k, sum_v = (x.new_empty(tokens, x.shape[1], x.shape[2]) for x in (dk, dv))
     width_k, width_v = (x.shape[1] * x.shape[2] for x in (dk, dv))
-    # rounded up by hand: triton's own division takes longer than the launch may
-    programs = (tokens + ROWS - 1) // ROWS
-    blocks = (width_k + COLUMNS - 1) // COLUMNS + (width_v + COLUMNS - 1) // COLUMNS
+    programs = ceil_div(tokens, ROWS)
+    blocks = ceil_div(width_k, COLUMNS) + ceil_div(width_v, COLUMNS)
     _sum_places[(programs, blocks)](
         dk.contiguous(),
         dv.contiguous(),
