@@ -78,8 +78,8 @@ class LocalBackend:
         # optimizer steps done, skipped and empty ones included: the schedule's clock
         self.steps = 0
         # rows that share tokens cannot have noise of their own
-        noisy = cfg.neftune is not None or any(dropouts(model.module))
-        self.share = cfg.share_prompts and not noisy
+        self.drops = any(dropouts(model.module))
+        self.share = cfg.share_prompts and cfg.neftune is None and not self.drops
         self.seed = seed
         self.teachers = teachers
         self.experts = TrainedExperts(model, cfg)
@@ -291,7 +291,7 @@ class LocalBackend:
 
     def _drop(self, batch: Batch) -> None:
         """What an adapter drops of this micro-batch, until its backward pass is done."""
-        if torch.is_grad_enabled():
+        if self.drops and torch.is_grad_enabled():
             rows = DroppedRows(batch, (self.seed, self.steps), self._here(batch))
             drop_rows(self.model.module, rows)
 
