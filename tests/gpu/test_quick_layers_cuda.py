@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3_5TextConfig, Qwen3Config
 from transformers.models.glm import modeling_glm
@@ -14,7 +15,15 @@ from reinforge.core.batch import Batch
 from reinforge.core.sample import Sample
 from reinforge.models import norms
 from reinforge.models.causal import CausalModel
-from reinforge.models.quick_mlp import QuickMlp, gated, is_gated, joint_gate, kernel_gate
+from reinforge.models.joint_linear import JointWeights
+from reinforge.models.quick_mlp import (
+    QuickMlp,
+    gated,
+    gated_linear,
+    is_gated,
+    joint_gate,
+    kernel_gate,
+)
 from reinforge.models.quick_norm import QuickNorm, kernel_norm
 from reinforge.models.quick_rope import is_usual, kernel_rope, rotated
 
@@ -140,6 +149,24 @@ def test_a_joint_gate_is_that_of_its_halves() -> None:
     (mine,) = torch.autograd.grad((got * weights).sum(), x)
     (true,) = torch.autograd.grad((want * weights).sum(), x)
     torch.testing.assert_close(mine, true, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_gate_of_a_joint_product_is_that_of_two(in_memory: bool) -> None:
+    x = normal(1, 7, 16).requires_grad_()
+    weights = [normal(24, 16, seed=i).requires_grad_() for i in (1, 2)]
+    biases = [normal(24, seed=i).requires_grad_() for i in (3, 4)]
+    joint = JointWeights(weights, biases, [24, 24])
+    if in_memory:
+        joint.whole = torch.cat(weights).detach(), torch.cat(biases).detach()
+    scale = normal(1, 7, 24, seed=5)
+    got = gated_linear(joint, x)
+    want = gated(*(F.linear(x, *part) for part in zip(weights, biases, strict=True)))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    learned = [x, *weights, *biases]
+    found = torch.autograd.grad((got * scale).sum(), learned)
+    for one, two in zip(found, torch.autograd.grad((want * scale).sum(), learned), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
 
 
 class Odd(nn.Module):

@@ -154,6 +154,10 @@ class _Fp8Part(OtherForward):
         self.linear = linear
         self.place = place
 
+    @property
+    def steps_aside(self) -> bool:
+        return self.layers.source == "plain"
+
     def forward(self, input: Tensor) -> Tensor:
         linear = self.linear
         if self.layers.source == "copies":

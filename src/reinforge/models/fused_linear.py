@@ -1,42 +1,98 @@
-"""Linear layers that read the same input (q, k, v; gate, up) as one matrix product while nothing is
-trained.
+"""Linear layers that read the same input (q, k, v; gate, up) as one matrix product.
 
 Decoding a token is many small products; a joint one takes about as long as the largest of its
-parts. The weights of the parts become views of one tensor, so there is no second copy, and whatever
-updates them in place updates the joint one. Who gives them other tensors (`parameter.data = ...`)
-takes them apart first: see `separate`. With gradients each layer computes for itself.
+parts. For an engine the weights of the parts become views of one tensor (`join`), so there is no
+second copy, and whatever updates them in place updates the joint one. Who gives them other tensors
+(`parameter.data = ...`) takes them apart first: see `separate`.
+
+Training and scoring on a GPU in 16 bits multiply jointly too, with or without a gradient and
+whether or not the weights are joined in memory, so that a policy has the same bits in all of them
+(`models.joint_linear`). Elsewhere each layer computes for itself when there are gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from reinforge.models.decoding import is_decoding
+from reinforge.models.joint_linear import JointWeights, joint_linear
+from reinforge.models.quick_norm import takes_kernel
+
 FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# numbers of a joint weight that training puts together for a product: larger ones would take
+# memory, and their parts keep a GPU busy by themselves
+LARGEST = 2**25
 
 
 class FusedLinear:
-    """The first part computes for all; the others pick up what is theirs if they are asked about
-    the very same input.
+    """A family of linear layers. The first computes for all; the others pick up what is theirs if
+    they are asked about the very same input. `replace_linears` and `join` make one per family.
     """
 
-    def __init__(self, parts: Sequence[nn.Linear]):
-        self.sizes = [part.out_features for part in parts]
-        self.weight = torch.cat([part.weight.detach() for part in parts])
-        self.bias = (
-            torch.cat([part.bias.detach() for part in parts]) if parts[0].bias is not None else None
-        )
-        self.input: Tensor | None = None
-        self.ready: list[Tensor] = []
-        for i, part in enumerate(parts):
-            part.weight.data = self.weight.split(self.sizes)[i]
-            if self.bias is not None:
-                part.bias.data = self.bias.split(self.sizes)[i]
-            part.forward = FusedPart(self, part, i).forward  # type: ignore[method-assign]
+    def __init__(self, layers: Sequence[nn.Linear]):
+        self.layers = list(layers)
+        self.sizes = [layer.out_features for layer in layers]
+        self.small = sum(self.sizes) * layers[0].in_features <= LARGEST
+        # what the layers' own are views of; None: they lie apart
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        # the input that was multiplied, and what the layers get of the product
+        self.kept: tuple[Tensor, Sequence[Tensor]] | None = None
+        for i, layer in enumerate(layers):
+            layer.forward = FusedPart(self, layer, i).forward  # type: ignore[method-assign]
+
+    def join(self) -> None:
+        """Moves the weights into one tensor."""
+        self.weight = torch.cat([layer.weight.detach() for layer in self.layers])
+        for layer, rows in zip(self.layers, self.weight.split(self.sizes), strict=True):
+            layer.weight.data = rows
+        if self.layers[0].bias is not None:
+            self.bias = torch.cat([layer.bias.detach() for layer in self.layers])
+            for layer, numbers in zip(self.layers, self.bias.split(self.sizes), strict=True):
+                layer.bias.data = numbers
+
+    def product(self, x: Tensor) -> Tensor | None:
+        """The outputs side by side; None: each layer computes for itself."""
+        if _is_pass(x, self.layers[0]):
+            weights = self.weights(x)
+            return None if weights is None else joint_linear(weights, x)
+        if torch.is_grad_enabled() or self.weight is None:
+            return None
+        return F.linear(x, self.weight, self.bias)
+
+    def weights(self, x: Tensor) -> JointWeights | None:
+        """What a pass of training or scoring multiplies x with; None: not jointly."""
+        layers = self.layers
+        weights = [layer.weight for layer in layers]
+        kind = type(weights[0])
+        if not self.small or any(type(w) is not kind or w.dtype != x.dtype for w in weights):
+            return None
+        if any(_hooked(layer) for layer in layers):  # they may bring the weights
+            return None
+        biases = [] if layers[0].bias is None else [layer.bias for layer in layers]
+        return JointWeights(weights, biases, self.sizes, self._whole(weights))
+
+    def _whole(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor | None] | None:
+        """The joint weight and bias, if they are still those of the layers."""
+        if self.weight is None:
+            return None
+        at = self.weight.data_ptr()
+        for weight in weights:
+            if weight.data_ptr() != at:
+                return None
+            at += weight.nbytes
+        return self.weight, self.bias
+
+
+def _is_pass(x: Tensor, layer: nn.Linear) -> bool:
+    """Whether x goes through training or scoring on a GPU in 16 bits."""
+    return takes_kernel(x, layer.weight) and not is_decoding()
 
 
 class FusedPart:
@@ -51,20 +107,24 @@ class FusedPart:
 
     def forward(self, input: Tensor) -> Tensor:
         joint = self.joint
-        if torch.is_grad_enabled():
-            return F.linear(input, self.layer.weight, self.layer.bias)
         if self.index == 0:
-            pieces = F.linear(input, joint.weight, joint.bias).split(joint.sizes, -1)
-            joint.input = input
-            joint.ready = list(pieces)
+            whole = joint.product(input)
+            joint.kept = None
+            if whole is None:
+                return self._alone(input)
+            # a layer may change its own in place: nobody sees the whole again
+            pieces = whole.unsafe_split_with_sizes(joint.sizes, -1)
+            joint.kept = (input, pieces)
             return pieces[0]
-        if joint.input is not input:
-            return F.linear(input, self.layer.weight, self.layer.bias)
-        piece = joint.ready[self.index]
+        kept = joint.kept  # once: another thread may compute with this layer
+        if kept is None or kept[0] is not input:
+            return self._alone(input)
         if self.index == len(joint.sizes) - 1:
-            joint.input = None
-            joint.ready = []
-        return piece
+            joint.kept = None
+        return kept[1][self.index]
+
+    def _alone(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.layer.weight, self.layer.bias)
 
 
 class OtherForward:
@@ -75,23 +135,62 @@ class OtherForward:
     def __init__(self, layer: nn.Linear):
         self.inner = fused_part(layer)
 
+    @property
+    def steps_aside(self) -> bool:
+        """Whether `inner` computes now."""
+        raise NotImplementedError
+
+
+def replace_linears(module: nn.Module) -> int:
+    """Lets linear layers that read the same input multiply jointly in training on a GPU; returns
+    how many families there are. Weights stay where they are.
+    """
+    return sum(1 for _ in _families(module))
+
 
 def join(module: nn.Module) -> int:
-    """Joins what can be joined; returns how many.
+    """Joins in memory what can be joined; returns how many.
 
     Layers that are not plain linear ones, are trained in part or lie on several devices stay as
     they are, and joined ones are not joined again.
     """
     count = 0
+    for family in _families(module):
+        if family.weight is None and _alike(family.layers):
+            family.join()
+            count += 1
+    return count
+
+
+def _families(module: nn.Module) -> Iterator[FusedLinear]:
+    """Those that there are, and those that can be made."""
     for parent in module.modules():
         for names in FAMILIES:
             parts = [getattr(parent, name, None) for name in names]
             parts = [getattr(part, "base_layer", part) for part in parts]  # of an adapter
-            layers = [p for p in parts if type(p) is nn.Linear and "forward" not in vars(p)]
-            if len(layers) == len(names) and _alike(layers):
-                FusedLinear(layers)
-                count += 1
-    return count
+            layers = [part for part in parts if type(part) is nn.Linear]
+            if len(layers) < len(names):
+                continue
+            found = fused_part(layers[0])
+            if found is not None:
+                yield found.joint
+            elif _alike(layers) and not any("forward" in vars(layer) for layer in layers):
+                yield FusedLinear(layers)
+
+
+def joint_weights(layers: Sequence[nn.Module], x: Tensor) -> JointWeights | None:
+    """What a pass of training or scoring multiplies x with, for who goes on with the outputs side
+    by side; None: the layers are to be asked one by one.
+    """
+    part = _owner(layers[0])
+    if isinstance(part, OtherForward):
+        part = part.inner if part.steps_aside else None
+    if not isinstance(part, FusedPart):
+        return None
+    joint = part.joint
+    if any(a is not b for a, b in zip_longest(joint.layers, layers)):
+        return None
+    return joint.weights(x) if _is_pass(x, joint.layers[0]) else None
 
 
 def joint_weight(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -101,7 +200,7 @@ def joint_weight(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     if len(layers) == 1:
         return layers[0].weight, layers[0].bias
     part = fused_part(layers[0])
-    if part is not None and len(part.joint.sizes) == len(layers):
+    if part is not None and len(part.joint.sizes) == len(layers) and part.joint.weight is not None:
         return part.joint.weight, part.joint.bias
     bias = None
     if layers[0].bias is not None:
@@ -111,19 +210,15 @@ def joint_weight(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 def separate(module: nn.Module) -> int:
     """Takes apart what `join` has joined, in this module and not in what it was copied from;
-    returns how many layers. Weights stay where they are, and from now on each layer computes with
+    returns how many families. Weights stay where they are, and from now on each layer computes with
     its own, whatever tensor that is.
     """
     count = 0
     for layer in module.modules():
-        if fused_part(layer) is None:
-            continue
-        owner = _owner(layer)
-        if isinstance(owner, OtherForward):
-            owner.inner = None
-        else:
-            del layer.forward
-        count += 1
+        part = fused_part(layer)
+        if part is not None and part.joint.weight is not None:
+            part.joint.weight = part.joint.bias = None
+            count += 1
     return count
 
 
@@ -146,6 +241,14 @@ def _alike(layers: Sequence[nn.Linear]) -> bool:
         for p in layers
     }
     return len(facts) == 1 and all(
-        type(p.weight) is nn.Parameter and not p._forward_hooks and not p._forward_pre_hooks
-        for p in layers
+        type(p.weight) is nn.Parameter and not _hooked(p) for p in layers
+    )
+
+
+def _hooked(layer: nn.Module) -> bool:
+    return bool(
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
     )

@@ -23,6 +23,7 @@ from reinforge.models.compile_cache import cache_on_disk
 from reinforge.models.exact import RowWiseMode
 from reinforge.models.exact_attention import layout as exact_layout
 from reinforge.models.experts import replace_experts
+from reinforge.models.fused_linear import replace_linears
 from reinforge.models.hand_on import hand_on
 from reinforge.models.mixers import holds_mixer, keeping, recomputed, replace_mixers
 from reinforge.models.quick_mlp import replace_mlps
@@ -84,6 +85,7 @@ class PackedModel:
             quick_norm.replace_norms(module)
             replace_mlps(module)
             replace_rope(module)
+            replace_linears(module)
 
     @property
     def context(self) -> int | None:

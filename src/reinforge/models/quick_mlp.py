@@ -1,5 +1,6 @@
-"""Gated MLPs on a GPU: silu(gate)·up as one kernel instead of two, with one for its gradients
-instead of four, which keeps gate and up alone.
+"""Gated MLPs on a GPU: gate and up as one product where they can be one (`models.fused_linear`),
+silu(gate)·up as one kernel instead of two, with one for its gradients instead of four, which keeps
+gate and up alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reinforge.models.attention import HAS_TRITON
+from reinforge.models.fused_linear import joint_weights
+from reinforge.models.joint_linear import JointWeights, gradients, multiply, what_is_kept
 from reinforge.models.quick_norm import takes_kernel
 from reinforge.models.tiled_mlp import tiled
 
@@ -50,22 +53,44 @@ class _JointGate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def]
-        from reinforge.models.kernels import gate as kernels
-
         x = x.contiguous()
         ctx.save_for_backward(x)
-        gate, up = x.chunk(2, -1)
-        return kernels.silu_mul(gate, up)
+        return _gated_halves(x)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        from reinforge.models.kernels import gate as kernels
+        return _halves_backward(*ctx.saved_tensors, dy)
 
-        (x,) = ctx.saved_tensors
-        dx = torch.empty_like(x)
-        (gate, up), (dgate, dup) = x.chunk(2, -1), dx.chunk(2, -1)
-        kernels.silu_mul_backward(gate, up, dy.contiguous(), dgate, dup)
-        return dx
+
+class _GatedLinear(torch.autograd.Function):
+    """`gated` of two products that are one, of which input and outputs are kept."""
+
+    @staticmethod
+    def forward(ctx, joint, x, *parameters):  # type: ignore[no-untyped-def]
+        both = multiply(joint, x)
+        ctx.save_for_backward(both, *what_is_kept(ctx, joint, x))
+        return _gated_halves(both.flatten(0, -2)).view(*x.shape[:-1], joint.sizes[0])
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        both, *kept = ctx.saved_tensors
+        grad = _halves_backward(both.flatten(0, -2), dy.flatten(0, -2))
+        return gradients(ctx, grad.view(both.shape), *kept)
+
+
+def _gated_halves(x: Tensor) -> Tensor:
+    """[P, I] of x [P, 2 I]."""
+    from reinforge.models.kernels import gate as kernels
+
+    return kernels.silu_mul(*x.chunk(2, -1))
+
+
+def _halves_backward(x: Tensor, dy: Tensor) -> Tensor:
+    from reinforge.models.kernels import gate as kernels
+
+    dx = torch.empty_like(x)
+    kernels.silu_mul_backward(*x.chunk(2, -1), dy.contiguous(), *dx.chunk(2, -1))  # type: ignore[call-arg]
+    return dx
 
 
 def kernel_gate(gate: Tensor, up: Tensor) -> Tensor:
@@ -77,6 +102,12 @@ def kernel_gate(gate: Tensor, up: Tensor) -> Tensor:
 def joint_gate(x: Tensor) -> Tensor:
     """`gated` of x [P, 2 I], gate before up, with a gradient."""
     out: Tensor = _JointGate.apply(x)
+    return out
+
+
+def gated_linear(joint: JointWeights, x: Tensor) -> Tensor:
+    """`gated` [..., I] of the two products of x, gate before up, with a gradient."""
+    out: Tensor = _GatedLinear.apply(joint, x, *joint.weights, *joint.biases)
     return out
 
 
@@ -93,10 +124,17 @@ class QuickMlp:
         if not takes_kernel(x, x):
             out: Tensor = type(module).forward(module, x)
             return out
-        gate, up = module.gate_proj(x), module.up_proj(x)
-        inner = kernel_gate(gate, up) if takes_kernel(gate, up) else gated(gate, up)
-        out = module.down_proj(inner)
+        out = module.down_proj(self._inner(x))
         return out
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """[..., I] that the last projection reads."""
+        parts = (self.module.gate_proj, self.module.up_proj)
+        joint = joint_weights(parts, x)
+        if joint is not None:
+            return gated_linear(joint, x)
+        gate, up = (part(x) for part in parts)
+        return kernel_gate(gate, up) if takes_kernel(gate, up) else gated(gate, up)
 
 
 def replace_mlps(module: nn.Module) -> int:
