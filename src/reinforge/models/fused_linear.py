@@ -12,6 +12,7 @@ whether or not the weights are joined in memory, so that a policy has the same b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -69,13 +70,15 @@ class FusedLinear:
     def weights(self, x: Tensor) -> JointWeights | None:
         """What a pass of training or scoring multiplies x with; None: not jointly."""
         layers = self.layers
-        weights = [layer.weight for layer in layers]
+        weights: list[Tensor] = [layer.weight for layer in layers]
         kind = type(weights[0])
         if not self.small or any(type(w) is not kind or w.dtype != x.dtype for w in weights):
             return None
         if any(_hooked(layer) for layer in layers):  # they may bring the weights
             return None
-        biases = [] if layers[0].bias is None else [layer.bias for layer in layers]
+        biases: list[Tensor] = []
+        if layers[0].bias is not None:
+            biases = [layer.bias for layer in layers]
         return JointWeights(weights, biases, self.sizes, self._whole(weights))
 
     def _whole(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor | None] | None:
@@ -127,7 +130,7 @@ class FusedPart:
         return F.linear(input, self.layer.weight, self.layer.bias)
 
 
-class OtherForward:
+class OtherForward(ABC):
     """A forward of a linear layer that may compute in another way. `inner`: what computes where it
     does not, the layer's part in a joint product; None: the layer itself.
     """
@@ -136,9 +139,9 @@ class OtherForward:
         self.inner = fused_part(layer)
 
     @property
+    @abstractmethod
     def steps_aside(self) -> bool:
         """Whether `inner` computes now."""
-        raise NotImplementedError
 
 
 def replace_linears(module: nn.Module) -> int:

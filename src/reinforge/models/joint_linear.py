@@ -7,6 +7,7 @@ Legend: K inputs, N outputs of all layers together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,8 @@ def gradients(ctx: Any, dy: Tensor, x: Tensor | None, *weights: Tensor) -> tuple
     if needs[1]:
         weight = torch.cat(weights) if ctx.whole is None else ctx.whole[0]
         dx = torch.mm(rows, weight).view(*dy.shape[:-1], weight.shape[1])
-    of_weights = of_biases = (None,) * len(sizes)
+    of_weights: Sequence[Tensor | None] = [None] * len(sizes)
+    of_biases: Sequence[Tensor | None] = [None] * len(sizes)
     if x is not None:
         of_weights = torch.split_with_sizes(torch.mm(rows.t(), x.flatten(0, -2)), sizes)
     biased = needs[2 + len(sizes) :]

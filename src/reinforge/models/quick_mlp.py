@@ -59,7 +59,8 @@ class _JointGate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        return _halves_backward(*ctx.saved_tensors, dy)
+        (x,) = ctx.saved_tensors
+        return _halves_backward(x, dy)
 
 
 class _GatedLinear(torch.autograd.Function):
