@@ -20,7 +20,7 @@ def ints(values: Sequence[Any], dtype: type = np.int64) -> Tensor:
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A copy from the host that does not wait for what the device still has to do."""
-    if device.type != "cuda" or x.is_cuda:
+    if torch.device(device).type != "cuda" or x.is_cuda:
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
 
