@@ -84,3 +84,23 @@ def test_what_was_given_up_is_not_added() -> None:
     sums.forget()
     sums.settle()
     assert not total.any()
+
+
+def test_an_optimizer_forgets_what_waits() -> None:
+    """A pass that was given up half way leaves nothing to the next, and holds no memory."""
+    model = nn.Linear(32, 16, bias=False).to(DEVICE, torch.bfloat16)
+    optimizer = MasterOptimizer(model, OptimizerConfig())
+    optimizer.adding = GradientSums(at_once=True)
+
+    def passes(*seeds: int) -> None:
+        for seed in seeds:
+            model(normal((4, 32), seed).to(torch.bfloat16)).sum().backward()
+
+    passes(1, 2)
+    want = optimizer.gradients()[0].clone()
+    passes(3)
+    assert optimizer.adding._parts
+    optimizer.zero()
+    assert not optimizer.adding._parts and not optimizer.gradients()
+    passes(1, 2)
+    assert torch.equal(optimizer.gradients()[0], want)

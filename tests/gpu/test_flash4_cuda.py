@@ -4,13 +4,11 @@ same bits twice, and which packs it is not for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor
 
+from helpers.determinism import deterministic
 from reinforge.models import flash4
 from reinforge.models.attention import PackedLayout, starts_of
 from reinforge.models.attention_rule import AttentionRule
@@ -24,15 +22,6 @@ pytestmark = pytest.mark.skipif(
 LENGTHS = [257, 1024, 3, 700, 130, 900, 64, 1, 1000, 684]
 PREFIX = [-1, 0, 0, 0, -1, 4, 4, 4, 4, -1]
 SHAPES = [(64, 14, 2), (96, 4, 4), (128, 12, 2), (128, 28, 4)]  # head size, heads, key heads
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def attended(

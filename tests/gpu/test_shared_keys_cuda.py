@@ -4,14 +4,13 @@ against torch's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from helpers.determinism import deterministic
 from reinforge.models.attention import PackedLayout, starts_of
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.shared_keys import SharedKeys
@@ -28,15 +27,6 @@ if ON_GPU:
 SHAPES = [(2, 64, 64), (3, 24, 16), (2, 96, 128)]
 # the interpreter cuts numbers off to bfloat16, where a GPU rounds them
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:

@@ -47,7 +47,7 @@ class ShardedOptimizer(MasterOptimizer):
         }
         self.offload = cfg.offload
         self.sums = {}
-        self.adding = GradientSums()  # nothing waits: shards are few, and added where they lie
+        self.adding = GradientSums()  # nothing waits in it: `collect` adds at once
         self.masters = (
             {name: host_copy(p) for name, p in self.parameters.items()}
             if cfg.offload
