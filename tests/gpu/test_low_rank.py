@@ -20,8 +20,8 @@ from reinforge.config.adapter import AdapterConfig
 from reinforge.models import decode_ops, fused_decode
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
-from reinforge.models.decode_ops import Adapter, Projection
 from reinforge.models.fused_decode import FusedDecode
+from reinforge.models.projections import Adapter, Projection
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = needs.unless(

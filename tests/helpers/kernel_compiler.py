@@ -151,8 +151,8 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
 
 def compile_low_rank_kernels(compiler: KernelCompiler) -> None:
     """For families of three adapters, two and one."""
-    from reinforge.models.decode_ops import Adapter
     from reinforge.models.kernels import low_rank
+    from reinforge.models.projections import Adapter
 
     def family(count: int, width: int, rank: int) -> list[Adapter]:
         return [

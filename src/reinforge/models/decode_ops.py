@@ -7,8 +7,7 @@ Legend: B sequences, E hidden size, H query heads, D head size, N outputs and K 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,7 @@ from reinforge.models.fp8 import Fp8Rows
 from reinforge.models.fp8_layers import copy_of
 from reinforge.models.fused_linear import joint_weight
 from reinforge.models.norms import rms_norm
+from reinforge.models.projections import Projection, adapters_of
 
 
 class DecodeOps(Protocol):
@@ -43,35 +43,6 @@ class DecodeOps(Protocol):
     ) -> Tensor: ...
 
     def add_product(self, x: Tensor, inner: Tensor, part: Projection) -> Tensor | None: ...
-
-
-@dataclass(slots=True)
-class Projection:
-    """A linear layer, and the low-rank product that an adapter adds to it: scale·up(down(x))."""
-
-    linear: nn.Linear
-    down: nn.Linear | None = None
-    up: nn.Linear | None = None
-    scale: float = 1.0
-
-    @property
-    def size(self) -> int:
-        return self.linear.out_features
-
-
-class Adapter(NamedTuple):
-    """What an adapter adds to N outputs of a joint product of x: scale·x·down^T·up^T. Made of the
-    projections that have one, and read by `add_low_rank` and its kernels.
-    """
-
-    down: Tensor  # [R, K]
-    up: Tensor  # [N, R]
-    scale: float
-    first: int  # column of the first of the outputs
-
-    @property
-    def rank(self) -> int:
-        return len(self.down)
 
 
 def _kernels(x: Tensor) -> Any:
@@ -119,7 +90,7 @@ def add_low_rank(y: Tensor, x: Tensor, parts: Sequence[Projection]) -> Tensor:
     Their matrices and the product between them are in the precision of x, as in training; the sum
     is rounded once.
     """
-    adapters = _adapters(parts)
+    adapters = adapters_of(parts)
     if not adapters:
         return y
     if _kernels(x):
@@ -133,17 +104,6 @@ def add_low_rank(y: Tensor, x: Tensor, parts: Sequence[Projection]) -> Tensor:
         piece = y[:, first : first + len(up)]
         piece.copy_(piece + F.linear(narrow.to(wide), up.to(x.dtype).to(wide)) * scale)
     return y
-
-
-def _adapters(parts: Sequence[Projection]) -> list[Adapter]:
-    """Those of these projections."""
-    found = []
-    first = 0
-    for part in parts:
-        if part.down is not None and part.up is not None:
-            found.append(Adapter(part.down.weight, part.up.weight, part.scale, first))
-        first += part.size
-    return found
 
 
 def product(x: Tensor, parts: Sequence[Projection], rows: Fp8Rows | None = None) -> Tensor:
@@ -173,7 +133,7 @@ def gated_product(x: Tensor, parts: Sequence[Projection], rows: Fp8Rows | None =
     """silu(first projection)·(second projection) of x [B, K]; `rows`: see `product`."""
     kernels = _kernels(x)
     linears = [part.linear for part in parts]
-    adapters = _adapters(parts)
+    adapters = adapters_of(parts)
     if kernels and adapters:
         from reinforge.models.kernels import low_rank
 

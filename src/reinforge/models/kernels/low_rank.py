@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.decode_ops import Adapter
 from reinforge.models.kernels.common import MULTIPROCESSORS, ceil_div, early, next_power
 from reinforge.models.kernels.layer import _gated, _weights
+from reinforge.models.projections import Adapter
 
 MOST = 3  # adapters of a family
 RANKS = 64  # that a tile has room for; larger ranks take several
