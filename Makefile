@@ -15,7 +15,7 @@ test test-long test-scale pytest: export PYTHONDONTWRITEBYTECODE :=
 
 PY := .venv/bin/python
 # more processes than cores: many tests wait for a process that they started, or for its end
-JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); n=$$(( n + (n + 1) / 2 )); echo $$(( n > 8 ? 8 : n )))
+JOBS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); n=$$(( n + (n + 1) / 2 )); echo $$(( n > 8 ? 8 : n )))
 ARGS ?=
 
 help: ## this list

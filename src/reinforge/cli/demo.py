@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from reinforge.build.result import RunResult
 from reinforge.build.run import train_config
 from reinforge.config.load import config_from_dict
 from reinforge.core.errors import InputError
+from reinforge.core.this_command import this_command
 from reinforge.evals.statistics import wilson
 from reinforge.models.tiny import make_tiny_model
 from reinforge.offline.export import export
@@ -197,15 +196,3 @@ def _tell(summary: dict[str, Any], rl: RunResult, folder: Path) -> None:
         f"\nreport   {summary['report']}\nsummary  {folder / 'summary.json'}\nseconds "
         f" {summary['seconds']}\nlook     {this_command()} ui {shlex.quote(str(folder))}"
     )
-
-
-def this_command() -> str:
-    """What starts reinforge in the reader's shell: its name alone only where that is found."""
-    if shutil.which("reinforge"):
-        return "reinforge"
-    script = Path(sys.executable).with_name("reinforge")
-    found = [str(script)] if script.is_file() else [sys.executable, "-m", "reinforge"]
-    program = Path(found[0])
-    if program.is_relative_to(Path.cwd()):
-        found[0] = str(program.relative_to(Path.cwd()))
-    return shlex.join(found)

@@ -84,7 +84,7 @@ def _in_table(name: str) -> Support:
         return model_table.support(load_config(ModelConfig(path=name), "NAME").to_dict())
     if (listed := _listed_by_transformers(name)) is not None:
         return model_table.support({"model_type": listed})
-    near = closest(name.lower(), model_table.names(), 0.5)
+    near = closest(name.lower(), model_table.names(), 0.65)
     guess = f"Did you mean {near}? " if near else ""
     raise InputError(
         f"{name!r} is neither an architecture that something is known of nor a model here.",
@@ -115,8 +115,15 @@ def _read(file: Path) -> dict[str, Any]:
             f"{file} is no JSON: {error}.", where="NAME", fix="Give a model's config.json."
         ) from error
     if not isinstance(found, dict) or "model_type" not in found:
+        run = (file.parent / "metrics.jsonl").exists()
         raise InputError(
-            f"{file} names no model_type.", where="NAME", fix="Give a model's config.json."
+            f"{file.parent} is a run, not a model." if run else f"{file} names no model_type.",
+            where="NAME",
+            fix=(
+                f"`reinforge export {file.parent} OUT` writes its model; give that."
+                if run
+                else "Give a model's config.json."
+            ),
         )
     return found
 

@@ -62,13 +62,19 @@ def read_text(path: Path) -> str:
         )
     if not path.exists():
         near = (
-            sorted(str(p) for p in path.parent.glob("*.yaml"))[:5] if path.parent.is_dir() else []
+            sorted(str(p) for p in path.parent.glob("[!.]*.yaml"))[:5]
+            if path.parent.is_dir()
+            else []
         )
         raise InputError(
             "no such configuration file.",
             where=str(path),
             fix=probably_meant(path.stem)
-            + (f"There are: {', '.join(near)}." if near else "Check the path."),
+            + (
+                f"There are: {', '.join(near)}."
+                if near
+                else "Check the path; `reinforge recipes` lists what can be started from."
+            ),
         )
     try:
         with path.open("rb") as file:

@@ -291,7 +291,13 @@ def describe(report: PlanReport) -> list[tuple[str, str]]:
         lines += shown(s["prediction"])
         if s.get("steps"):
             whole = s["steps"] * sum(s["prediction"]["seconds"].values())
-            lines.append(("time of the run", f"about {_span(whole)} at most, {s['steps']:,} steps"))
+            lines.append(
+                (
+                    "time of the run",
+                    f"about {_span(whole)}, {s['steps']:,} such steps;"
+                    " start, evaluations and checkpoints come on top",
+                )
+            )
     lines.append(("run directory", s.get("run_dir")))
     return [(label, str(text)) for label, text in lines if text is not None]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reinforge.algorithms.catalogue import spec_of
+from reinforge.core.this_command import this_command
 from reinforge.watch.doctor.history import SCORED
 from reinforge.watch.logs import read_json, read_lines
 from reinforge.watch.runs import flatten, show_run
@@ -121,6 +122,7 @@ def describe_end(run_dir: Path) -> str:
     it.
     """
     run = show_run(run_dir)
+    where = shlex.quote(str(run_dir))
     summary = read_json(run_dir / SUMMARY)
     steps = [line for line in read_lines(run_dir / "metrics.jsonl") if "time/step" in line]
     told = [
@@ -131,7 +133,7 @@ def describe_end(run_dir: Path) -> str:
         ("trace", str(run_dir / TRACEBACK) if (run_dir / TRACEBACK).exists() else ""),
         ("metrics", f"{SUMMARY} (by group) and metrics.jsonl (every step), in {run_dir}"),
         *(("next", text) for text in next_steps(run_dir, run)),
-        ("why", f"reinforge runs diagnose {shlex.quote(str(run_dir))}" if run["troubles"] else ""),
+        ("why", f"{this_command()} runs diagnose {where}" if run["troubles"] else ""),
     ]
     width = max(len(label) for label, _ in told)
     lines = []
@@ -225,9 +227,11 @@ def _cost(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str
     if not total:
         return ""
     largest = sorted(times.items(), key=lambda item: -item[1])[:LARGEST_PHASES]
-    shares = ", ".join(
-        f"{name} {seconds / total:.0%}" for name, seconds in largest if seconds >= 0.005 * total
-    )
+    told = [(name, seconds) for name, seconds in largest if seconds >= 0.005 * total]
+    rest = total - sum(seconds for _, seconds in told)
+    if rest >= 0.005 * total:
+        told.append(("the rest", rest))
+    shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in told)
     parts = [f"{duration(total / len(steps))} a step ({shares})"]
     counters = summary.get("counters", {})
     for what in ("sampled", "trained"):
@@ -250,12 +254,12 @@ def next_steps(run_dir: Path, run: Mapping[str, Any]) -> list[str]:
                 else ""
             )
         ]
-        return [text for text in (*again, f"reinforge runs show {where}") if text]
+        return [text for text in (*again, f"{this_command()} runs show {where}") if text]
     if not run["checkpoints"] or run["status"] == "running":
-        return [f"reinforge runs show {where}"]
+        return [f"{this_command()} runs show {where}"]
     merge = " --merge" if flatten(read_json(run_dir / "config.json")).get("adapter.rank") else ""
-    export = f"reinforge export {where} OUT{merge}"
-    return [export] if is_reward_model(run) else [f"reinforge chat {where}", export]
+    export = f"{this_command()} export {where} OUT{merge}"
+    return [export] if is_reward_model(run) else [f"{this_command()} chat {where}", export]
 
 
 def family_of(run: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from reinforge.cli import demo
+from reinforge.core.this_command import this_command
 from reinforge.core.errors import InputError
 
 
@@ -49,8 +50,8 @@ def test_the_command_that_it_names_is_one_that_works(
     monkeypatch.setattr("sys.executable", str(script.with_name("python")))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert demo.this_command() == ".venv/bin/reinforge"
+    assert this_command() == ".venv/bin/reinforge"
     monkeypatch.setenv("PATH", str(script.parent))
-    assert demo.this_command() == "reinforge"
+    assert this_command() == "reinforge"
     script.unlink()
-    assert demo.this_command() == ".venv/bin/python -m reinforge"
+    assert this_command() == ".venv/bin/python -m reinforge"

@@ -474,7 +474,8 @@ def test_checks_predict_memory_and_time(
     lines = dict(plan.describe(report))
     whole = report.summary["steps"] * sum(report.summary["prediction"]["seconds"].values())
     assert lines["time of the run"] == (
-        f"about {plan._span(whole)} at most, {report.summary['steps']:,} steps"
+        f"about {plan._span(whole)}, {report.summary['steps']:,} such steps; start, evaluations and"
+        " checkpoints come on top"
     )
     assert (
         " of 1 GiB on NVIDIA L4: " in lines["memory to train"]

@@ -59,7 +59,9 @@ def _unread_zero(config: Sections) -> bool:
 
 CAUSAL_ONLY = "the backend megatron trains causal LMs only"
 ONE_PROCESS = No("it is proved for one process", "set train.backend=local, or leave it out")
-FOUR_BITS = No("a base in 4 bits is for one process", "set train.backend=local, or use lora")
+FOUR_BITS = No(
+    "it does not cut a base in 4 bits", "set train.backend to local or fsdp, or use lora"
+)
 WHOLE_MODULES = No(
     "a module and its original are not cut over several processes",
     "set train.backend=local, or leave it out",
