@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from reinforge.cli import demo
-from reinforge.core.this_command import this_command
 from reinforge.core.errors import InputError
+from reinforge.core.this_command import this_command
 
 
 def test_an_architecture_that_is_not_made_small_is_refused(tmp_path: Path) -> None:

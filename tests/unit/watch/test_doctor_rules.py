@@ -11,6 +11,7 @@ from reinforge.config.doctor import DoctorConfig
 from reinforge.watch.doctor.doctor import Doctor, ranked
 from reinforge.watch.doctor.history import RunHistory
 from reinforge.watch.doctor.learning import is_learning
+from reinforge.watch.doctor.rules.rollouts import mismatch
 from reinforge.watch.doctor.table import RULES
 from reinforge.watch.doctor.trouble import Trouble
 
@@ -123,3 +124,17 @@ def test_a_loss_of_zero_is_explained() -> None:
     assert is_learning(flat, ended=True).answer == "not clearly"
     constant = next(name for name in ILL if histories()[name]["rule"] == "constant_reward")
     assert answer(constant)[0] == "no" and said(constant, "a gradient in 0 of")
+
+
+@pytest.mark.parametrize(("ess", "ill"), [(0.998, False), (0.99, True), (None, True)])
+def test_a_difference_that_leaves_all_samples_their_weight_is_no_illness(
+    ess: float | None, ill: bool
+) -> None:
+    """A hybrid in bfloat16 has 0.034 nats between engine and trainer, and 0.998."""
+    history = RunHistory({})
+    line = {"train/skipped": 0.0, "mismatch/mean": 0.034, "mismatch/outside_2x": 0.0}
+    if ess is not None:
+        line["mismatch/ess"] = ess
+    history.observe((step, line) for step in range(1, 31))
+    found = mismatch(history)
+    assert (found is not None) == ill and (found is None or found.kind == "mismatch")
