@@ -75,6 +75,14 @@ SHAPES = {
         "num_key_value_heads": 4,
         "tie_word_embeddings": False,
     },
+    "32b": {
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
     # 8.5B weights, of which 1.3B work for a token
     "moe": {
         "hidden_size": 2048,

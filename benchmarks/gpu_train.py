@@ -4,15 +4,23 @@ shape.
     python benchmarks/gpu_train.py [--shape 0.5b|1.5b|7b|moe|hybrid] [--repeat 2] [KEY=VALUE ...]
     python benchmarks/gpu_train.py --shape tiny --prompts 2 --prompt 16 --response 8 --steps 4
                                                         # that it runs, on a CPU
+    python benchmarks/gpu_train.py --shape 7b --sft --prompts 1 --response 261888 --steps 3
+                                   adapter.kind=lora model.gradient_checkpointing=true
+    python benchmarks/gpu_train.py --shape 32b --nf4 --sft --prompts 8 --response 2048 --steps 4
+                                   adapter.kind=qlora
 
 GRPO, 64 prompts of 256 tokens x 8 answers of 1,024, 20 steps. The configuration holds the work and
 nothing else: every other setting is the default, or one of KEY=VALUE, as on the command line of
 `reinforge train`. It runs in a process of its own. Prompts are words that are one token each, and
 the tokenizer has no end of text, so that every answer has its full length.
 
+--sft: supervised, on rows of a prompt and a response of these lengths. --nf4: the model is made
+layer by layer on the device and saved in 4 bits, so that no host needs room for all of it.
+
 Prints one JSON line for each run: median seconds of the steps from the third on, of a step and of
 each phase; seconds of the first step and of the whole process, from its start to its end
-(imports, loading, compiling, the checkpoint at the end); the largest GiB of each phase. --repeat 2
+(imports, loading, compiling, the checkpoint at the end); the largest GiB of each phase; and what
+the run expected before it began: GiB of each phase, and seconds (`plan` says the same). --repeat 2
 starts it again in a fresh directory, with the caches on disk that the first left: the second start.
 --dir keeps the model, the runs and their logs.
 """
@@ -66,40 +74,99 @@ def write_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD).save_pretrained(folder)
 
 
-def write_model(folder: Path, shape: str) -> None:
-    """Random weights of the shape in bfloat16, as a directory that a run loads."""
+def write_model(folder: Path, shape: str, longest: int, nf4: bool) -> None:
+    """Random weights of the shape in bfloat16, or in NF4, as a directory that a run loads."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     config = KINDS.get(shape, Qwen2Config)(
         vocab_size=VOCABULARY,
-        max_position_embeddings=65536,
+        max_position_embeddings=max(65536, longest),
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=1,
+        dtype="bfloat16",
         **{"tie_word_embeddings": True, **SHAPES[shape]},
     )
     torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device("meta" if nf4 else device):
         module = AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(torch.float32)
-    module.save_pretrained(folder)
+    if nf4:
+        save_in_4_bits(module, folder, device)
+    else:
+        module.save_pretrained(folder)
     del module
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def write_rows(path: Path, rows: int, tokens: int) -> None:
-    ids = torch.randint(10, 49000, (rows, tokens), generator=torch.Generator().manual_seed(1))
+def save_in_4_bits(module: Any, folder: Path, device: torch.device) -> None:
+    """Of a model without numbers: one layer after the other gets random ones, which are rounded to
+    NF4 before the next one has any.
+    """
+    from bitsandbytes.nn import Params4bit
+    from huggingface_hub import save_torch_state_dict
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+    from reinforge.models.adapters import quantization
+
+    how = quantization(torch.bfloat16)
+    module = replace_with_bnb_linear(module, ["lm_head"], how)
+    state: dict[str, torch.Tensor] = {}
+    for name, part in module.named_modules():
+        for own, p in part.named_parameters(recurse=False):
+            numbers = torch.ones(p.shape, dtype=torch.bfloat16, device=device)
+            if p.ndim > 1:
+                numbers.normal_(std=0.02)
+            if type(part).__name__ == "Linear4bit" and own == "weight":
+                packed = Params4bit(
+                    numbers, requires_grad=False, compress_statistics=True, quant_type="nf4"
+                )
+                packed = packed.to(device)
+                state[f"{name}.weight"] = packed.data
+                facts = packed.quant_state.as_dict(packed=True)
+                state |= {f"{name}.weight.{key}": value for key, value in facts.items()}
+            else:
+                state[f"{name}.{own}"] = torch.zeros_like(numbers) if own == "bias" else numbers
+    folder.mkdir(parents=True)
+    save_torch_state_dict({k: v.cpu() for k, v in state.items()}, folder)
+    module.config.quantization_config = how
+    module.config.architectures = [type(module).__name__]
+    module.config.save_pretrained(folder)
+
+
+def write_rows(path: Path, args: argparse.Namespace) -> None:
+    """Prompts; with --sft each with its response."""
+    tokens = args.prompt + (args.response if args.sft else 0)
+    rows = (args.prompts * args.steps, tokens)
+    ids = torch.randint(10, 49000, rows, generator=torch.Generator().manual_seed(1))
     with path.open("w") as file:
         for row in ids.tolist():
-            file.write(json.dumps({"prompt": " ".join(f"t{i}" for i in row)}) + "\n")
+            words = [f"t{i}" for i in row]
+            written = {"prompt": " ".join(words[: args.prompt])}
+            if args.sft:
+                written["completion"] = " " + " ".join(words[args.prompt :])
+            file.write(json.dumps(written) + "\n")
 
 
 def config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What a user writes: the work, and where things are."""
+    model = {"path": str(folder / "model"), "tokenizer": str(folder / "tokenizer")}
+    if args.sft:
+        return {
+            "model": model,
+            "algorithm": {"name": "sft"},
+            "data": {"source": str(folder / "rows.jsonl")},
+            "train": {
+                "steps": args.steps,
+                "prompts_per_step": args.prompts,
+                "learning_rate": 1e-6,
+            },
+        }
     return {
-        "model": {"path": str(folder / "model"), "tokenizer": str(folder / "tokenizer")},
+        "model": model,
         "algorithm": {"name": "grpo", "group_size": args.group},
         "data": {"source": str(folder / "rows.jsonl")},
         "rewards": [{"name": f"{folder / 'checksum.py'}:checksum"}],
@@ -115,9 +182,9 @@ def config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def prepare(args: argparse.Namespace, folder: Path) -> Path:
     """Writes model, data, reward and configuration; the configuration's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_model(folder / "model", args.shape)
+    write_model(folder / "model", args.shape, args.prompt + args.response + 8, args.nf4)
     write_tokenizer(folder / "tokenizer")
-    write_rows(folder / "rows.jsonl", args.prompts * args.steps, args.prompt)
+    write_rows(folder / "rows.jsonl", args)
     (folder / "checksum.py").write_text(REWARD)
     path = folder / "train.yaml"
     path.write_text(yaml.safe_dump(config(args, folder)))
@@ -169,6 +236,19 @@ def measured(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def predicted(run: Path) -> dict[str, Any]:
+    """What the run expected of itself."""
+    file = run / "prediction.json"
+    if not file.is_file():
+        return {}
+    found = json.loads(file.read_text())
+    return {
+        "gib": {phase: parts["peak"] for phase, parts in found["memory_gib"].items()},
+        "seconds": found["seconds"],
+        "tokens_per_microbatch": found["assumed"]["tokens_per_microbatch"],
+    }
+
+
 def said(log: str) -> list[str]:
     """What the run chose by itself, in its words."""
     return [line.strip() for line in log.splitlines() if line.rstrip().endswith(": auto)")]
@@ -185,6 +265,8 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--response", type=int, default=1024, help="tokens")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--sft", action="store_true", help="supervised, nothing is generated")
+    parser.add_argument("--nf4", action="store_true", help="the model is saved in 4 bits")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--out", type=Path)
@@ -202,6 +284,7 @@ def main() -> int:
             "rc": code,
             "whole": round(seconds, 1),
             **measured(read_lines(run / "metrics.jsonl")),
+            "predicted": predicted(run),
             "said": said(run.with_suffix(".log").read_text()),
         }
         results.append(result)

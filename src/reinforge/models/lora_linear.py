@@ -222,6 +222,8 @@ class LeanLora:
 
     def _pass(self, x: Tensor) -> Tensor | None:
         """In a pass of training or scoring, for all of the family at once; None: not here."""
+        if torch.compiler.is_compiling():  # it has kernels of its own, and no use for what follows
+            return None
         if self.family is not None:
             found = self.family.piece(self.index, x)
             if found is not None:

@@ -4,6 +4,7 @@ length they are said to have."""
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import gpu_train
@@ -44,9 +45,12 @@ def test_a_word_is_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(gpu_train, "VOCABULARY", 49000)
     gpu_train.write_tokenizer(tmp_path / "tokenizer")
-    gpu_train.write_rows(tmp_path / "rows.jsonl", rows=3, tokens=16)
+    asked = Namespace(prompts=1, steps=3, prompt=16, response=5, sft=True)
+    gpu_train.write_rows(tmp_path / "rows.jsonl", asked)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    rows = [json.loads(text)["prompt"] for text in (tmp_path / "rows.jsonl").open()]
+    read = [json.loads(text) for text in (tmp_path / "rows.jsonl").open()]
+    rows = [row["prompt"] for row in read]
+    assert [len(tokenizer.encode(row["completion"])) for row in read] == [5, 5, 5]
     assert [len(tokenizer.encode(text)) for text in rows] == [16, 16, 16]
     assert tokenizer.decode(tokenizer.encode(rows[0])) == rows[0]
     assert tokenizer.eos_token_id is None
