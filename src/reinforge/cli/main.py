@@ -128,7 +128,7 @@ class ReinforgeCommands(LazyGroup):
         ),
         "tiny": CommandEntry(
             "reinforge.cli.model:tiny",
-            "Make the small model that the recipes start from, in a minute or less.",
+            "Make the small model that the recipes start from, in a minute or two.",
         ),
         "launch": CommandEntry(
             "reinforge.cli.launch:launch",

@@ -22,7 +22,10 @@ Architecture = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Of the model: llama, qwen3_5 (layers keep state) or gpt_oss (sinks, experts).",
+        help=(
+            "Of the model: llama, qwen3_5 (layers keep state), gpt_oss (sinks, experts) or"
+            " qwen3_moe (experts)."
+        ),
     ),
 ]
 
@@ -259,7 +262,7 @@ def tiny(
     ] = 256,
     architecture: Architecture = "llama",
 ) -> None:
-    """Make the small model that the recipes start from, in a minute or less.
+    """Make the small model that the recipes start from, in a minute or two.
 
     0.1 M parameters that half know how to add.
 
@@ -277,6 +280,10 @@ def tiny(
             where="OUT",
             fix="Choose another directory, or use the model that is there.",
         )
+    from reinforge.models.tiny import check_architecture
+
+    check_architecture(architecture)
+    typer.echo(f"making a {architecture} and teaching it sums, a minute or two", err=True)
     from reinforge.offline.starter_model import make_taught_model
 
     make_taught_model(out, seed=seed, context=context, view=BarView(), architecture=architecture)

@@ -87,12 +87,37 @@ def _gpt_oss(sizes: dict[str, Any]) -> Any:
     )
 
 
+def _qwen3_moe(sizes: dict[str, Any]) -> Any:
+    """Four experts of which two see a token, in every layer."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        **sizes,
+        head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=sizes["intermediate_size"] // 2,
+        norm_topk_prob=True,
+    )
+
+
 # sizes that all architectures have in common become a configuration
 ARCHITECTURES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "llama": _llama,
     "qwen3_5": _qwen3_5,
     "gpt_oss": _gpt_oss,
+    "qwen3_moe": _qwen3_moe,
 }
+
+
+def check_architecture(name: str) -> None:
+    """Refuses one of which there is no tiny model."""
+    if name not in ARCHITECTURES:
+        raise InputError(
+            f"there is no tiny {name!r}.",
+            where="architecture",
+            fix=f"Choose one of {', '.join(ARCHITECTURES)}.",
+        )
 
 
 def make_tiny_model(
@@ -113,15 +138,10 @@ def make_tiny_model(
     """Writes a randomly initialised causal LM in Hugging Face format, as a Llama of about
     width²·layers·12 parameters. `chat`: with a template. `architecture`: one of ARCHITECTURES.
     """
+    check_architecture(architecture)
     import torch
     from transformers import AutoModelForCausalLM
 
-    if architecture not in ARCHITECTURES:
-        raise InputError(
-            f"there is no tiny {architecture!r}.",
-            where="architecture",
-            fix=f"Choose one of {', '.join(ARCHITECTURES)}.",
-        )
     path = Path(path)
     if path.exists() and any(path.iterdir()) and not (path / "config.json").exists():
         raise InputError(

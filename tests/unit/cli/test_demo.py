@@ -13,7 +13,7 @@ from reinforge.core.this_command import this_command
 
 
 def test_an_architecture_that_is_not_made_small_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no tiny 'mamba'.*llama, qwen3_5, gpt_oss"):
+    with pytest.raises(InputError, match=r"no tiny 'mamba'.*llama, qwen3_5, gpt_oss, qwen3_moe"):
         demo.run_demo(tmp_path / "demo", quick=True, architecture="mamba")
 
 
