@@ -73,7 +73,7 @@ def read_text(path: Path) -> str:
             + (
                 f"There are: {', '.join(near)}."
                 if near
-                else "Check the path; `reinforge recipes` lists what can be started from."
+                else "Check the path. `reinforge recipes` lists what can be started from."
             ),
         )
     try:

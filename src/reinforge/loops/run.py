@@ -25,6 +25,7 @@ from reinforge.checkpoint.crash_points import crash_point
 from reinforge.checkpoint.hub import HubRepository, HubSink
 from reinforge.checkpoint.lock import RunLock
 from reinforge.config.schema import Config
+from reinforge.core import garbage
 from reinforge.core.errors import InputError, ReinforgeError, StoppedByPolicy, Terminated
 from reinforge.core.metrics import Metrics
 from reinforge.core.redact import redact, redact_settings
@@ -153,6 +154,7 @@ class Run:
         except BaseException:
             self.lock.__exit__(None, None, None)
             raise
+        garbage.set_aside()
         return self
 
     def _open(self) -> None:
@@ -673,6 +675,7 @@ class Run:
                 error=error and repr(error),
             )
         finally:
+            garbage.look_again()
             self.signals.close()
             try:
                 self._close_books(error)

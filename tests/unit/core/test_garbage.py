@@ -1,0 +1,47 @@
+"""What a run sets aside for the garbage collector comes back when the last run is over."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from reinforge.core import garbage
+
+
+class Node:
+    """Refers to itself, so that only the collector can end it."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture(autouse=True)
+def _thawed() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+def test_cycles_of_a_finished_run_are_collected_and_those_of_a_running_one_are_not_looked_at() -> (
+    None
+):
+    before = gc.get_freeze_count()
+    node = Node()
+    gone = weakref.ref(node)
+    garbage.set_aside()
+    garbage.set_aside()  # a run inside of it
+    assert gc.get_freeze_count() > before + 1000
+    del node
+    gc.collect()
+    assert gone() is not None
+    inner = weakref.ref(Node())  # made by the run
+    gc.collect()
+    assert inner() is None
+    garbage.look_again()
+    gc.collect()
+    assert gone() is not None
+    garbage.look_again()
+    gc.collect()
+    assert gone() is None
