@@ -61,7 +61,7 @@ def checksum(completions):
 '''
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, ends: bool = False) -> None:
     """Words t0, t1, ...: one token each. A directory of its own, since beside a Qwen's weights
     transformers takes it for a Qwen's tokenizer.
     """
@@ -71,7 +71,10 @@ def write_tokenizer(folder: Path) -> None:
     words = {PAD if i == 1 else f"t{i}": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD).save_pretrained(folder)
+    end = {"eos_token": "t2"} if ends else {}  # rows to learn from need one
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, **end).save_pretrained(
+        folder
+    )
 
 
 def write_model(folder: Path, shape: str, longest: int, nf4: bool) -> None:
@@ -183,7 +186,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> Path:
     """Writes model, data, reward and configuration; the configuration's path."""
     folder.mkdir(parents=True, exist_ok=True)
     write_model(folder / "model", args.shape, args.prompt + args.response + 8, args.nf4)
-    write_tokenizer(folder / "tokenizer")
+    write_tokenizer(folder / "tokenizer", ends=args.sft)
     write_rows(folder / "rows.jsonl", args)
     (folder / "checksum.py").write_text(REWARD)
     path = folder / "train.yaml"

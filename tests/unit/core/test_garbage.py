@@ -24,9 +24,7 @@ def _thawed() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_cycles_of_a_finished_run_are_collected_and_those_of_a_running_one_are_not_looked_at() -> (
-    None
-):
+def test_cycles_from_before_a_run_are_collected_when_the_last_run_is_over() -> None:
     before = gc.get_freeze_count()
     node = Node()
     gone = weakref.ref(node)
