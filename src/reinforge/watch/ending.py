@@ -226,7 +226,8 @@ def _cost(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str
     total = times.pop("step", 0.0)
     if not total:
         return ""
-    largest = sorted(times.items(), key=lambda item: -item[1])[:LARGEST_PHASES]
+    named = [item for item in times.items() if item[0] != "other"]
+    largest = sorted(named, key=lambda item: -item[1])[:LARGEST_PHASES]
     told = [(name, seconds) for name, seconds in largest if seconds >= 0.005 * total]
     rest = total - sum(seconds for _, seconds in told)
     if rest >= 0.005 * total:

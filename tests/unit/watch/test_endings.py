@@ -79,6 +79,8 @@ def test_a_finished_run_tells_what_it_reached_what_it_cost_and_what_to_do_next(
         and "mean reward 0." in told
     )
     assert " a step (" in told and "tokens sampled" in told and "drafts" not in told
+    shares = re.search(r" a step \((.*?)\)", told).group(1)  # type: ignore[union-attr]
+    assert "other" not in shares and abs(sum(map(int, re.findall(r"(\d+)%", shares))) - 100) <= 2
     assert f"reinforge chat {cfg.run.dir}" in told and f"reinforge export {cfg.run.dir} OUT" in told
     summary = json.loads((Path(cfg.run.dir) / "summary.json").read_text())
     assert (
