@@ -15,6 +15,7 @@ from reinforge.cli.arguments import MaxNewTokens, Temperature, TopP
 from reinforge.cli.show import print_mapping
 from reinforge.config.recipes import is_recipe
 from reinforge.core.errors import InputError
+from reinforge.models.tiny import check_architecture
 from reinforge.watch.view import BarView
 
 TOY = "runs/tiny"  # where the recipes look for it
@@ -280,8 +281,6 @@ def tiny(
             where="OUT",
             fix="Choose another directory, or use the model that is there.",
         )
-    from reinforge.models.tiny import check_architecture
-
     check_architecture(architecture)
     typer.echo(f"making a {architecture} and teaching it sums, a minute or two", err=True)
     from reinforge.offline.starter_model import make_taught_model
