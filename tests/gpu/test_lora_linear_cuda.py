@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from helpers.passes import passed
 from helpers.toys import make_module, make_samples
 from reinforge.config.adapter import AdapterConfig
 from reinforge.core.batch import Batch
@@ -148,20 +149,6 @@ def as_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         patch.setattr(lora_linear, "lora_linear", counted("layers", lora_linear.lora_linear))
         patch.setattr(quick_mlp, "lora_mlp", counted("mlp", lora_mlp))
         yield seen
-
-
-def passed(model: CausalModel, recomputed: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs, and the gradients of what is trained."""
-    model.module.zero_grad()
-    if recomputed:
-        kept = {"use_reentrant": False}
-        model.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kept)  # type: ignore[operator]
-        model.recompute(True)
-    batch = Batch.pack(make_samples([9, 5])).to(DEVICE)
-    logprobs, _ = model.logprobs(batch, temperature=1.0)
-    logprobs.square().sum().backward()
-    grads = {n: p.grad for n, p in model.module.named_parameters() if p.grad is not None}
-    return logprobs.detach(), grads
 
 
 def replaced(model: CausalModel) -> CausalModel:

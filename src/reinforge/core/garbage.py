@@ -1,8 +1,8 @@
 """Python's garbage collector, while a run trains.
 
 Torch, transformers and a model are half a million objects. A full collection looks at all of them
-and takes 0.1 to 0.3 s, in which nothing is started on a GPU. They stay until the run is over, so
-the collector is told not to look at what was there when it began.
+and took 0.3 s on an ARM core, in which nothing is started on a GPU. They stay until the run is
+over, so the collector is told not to look at what was there when it began.
 """
 
 from __future__ import annotations

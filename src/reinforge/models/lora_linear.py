@@ -2,8 +2,8 @@
 adds is added where the layer's product lies, and a gated MLP keeps its gate and up alone.
 
 As a sum of modules, an adapter writes a product as wide as its layer's, one times the scale, and
-their sum; its gradients add up copies of the layer's input. Of a 7B model that is a fifth of a
-training step. Layers in front of an adapter are frozen, so they need no gradients of weights.
+their sum; its gradients add up copies of the layer's input. Layers in front of an adapter are
+frozen, so they need no gradients of weights.
 
 Legend: M tokens, K inputs, N outputs of all layers together, R ranks of their adapters together.
 """

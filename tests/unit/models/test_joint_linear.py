@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from helpers.passes import passed
 from helpers.toys import make_model, make_samples
 from reinforge.core.batch import Batch
 from reinforge.models import fused_linear, quick_mlp
@@ -114,19 +115,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, on: bool = True) -> Iterator[li
         patch.setattr(fused_linear, "takes_kernel", lambda x, weight: on)
         patch.setattr(fused_linear, "joint_linear", counted)
         yield seen
-
-
-def passed(model: CausalModel, recomputed: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs, and the gradients of what is trained."""
-    model.module.zero_grad()
-    if recomputed:
-        kept = {"use_reentrant": False}
-        model.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kept)  # type: ignore[operator]
-        model.recompute(True)
-    logprobs, _ = model.logprobs(Batch.pack(make_samples([9, 5])), temperature=1.0)
-    logprobs.square().sum().backward()
-    grads = {n: p.grad for n, p in model.module.named_parameters() if p.grad is not None}
-    return logprobs.detach(), grads
 
 
 def same(a: tuple[Tensor, dict[str, Tensor]], b: tuple[Tensor, dict[str, Tensor]]) -> None:

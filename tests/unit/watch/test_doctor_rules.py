@@ -130,7 +130,7 @@ def test_a_loss_of_zero_is_explained() -> None:
 def test_a_difference_that_leaves_all_samples_their_weight_is_no_illness(
     ess: float | None, ill: bool
 ) -> None:
-    """A hybrid in bfloat16 has 0.034 nats between engine and trainer, and 0.998."""
+    """A hybrid in bfloat16 has 0.034 nats between engine and trainer."""
     history = RunHistory({})
     line = {"train/skipped": 0.0, "mismatch/mean": 0.034, "mismatch/outside_2x": 0.0}
     if ess is not None:
