@@ -16,7 +16,7 @@ import pytest
 
 import reinforge
 from reinforge.checkpoint import store
-from reinforge.core.aio import run_sync
+from reinforge.core.aio import EventLoop, run_sync
 from reinforge.core.errors import InputError
 
 ROWS = [{"prompt": f"{i}: "} for i in range(32)]
@@ -103,6 +103,38 @@ def test_ctrl_c_in_a_notebook_ends_the_run_with_a_checkpoint(tiny_dir: str, tmp_
         reinforge.train(rewards=interrupting, **{**arguments, "steps": step + 2}).steps == step + 2
         and calls[0] > done
     )  # it goes on from there
+
+
+def test_a_run_that_ends_later_is_not_cut() -> None:
+    """Ctrl-C while a piece is under way that takes no notice of it: its value comes, and so does
+    that of every piece until the work ends of itself. A second one does not wait.
+    """
+    asked = []
+
+    async def piece(number: int, error: Exception | None = None) -> int:
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0.02)
+        if error is not None:
+            raise error
+        return number
+
+    async def notebook() -> None:
+        with EventLoop(lambda: asked.append(True)) as loop:
+            assert [loop.run(piece(number)) for number in range(3)] == [0, 1, 2]
+            assert asked == [True]
+            with pytest.raises(KeyboardInterrupt) as out:
+                loop.run(piece(3, RuntimeError("stopped")))
+            assert str(out.value.__cause__) == "stopped"
+            with pytest.raises(RuntimeError):
+                loop.run(piece(4, RuntimeError("of its own")))
+        with pytest.raises(KeyboardInterrupt), EventLoop(lambda: None) as loop:
+            assert loop.run(piece(1)) == 1  # and nothing follows
+        with EventLoop(lambda: None) as loop, pytest.raises(KeyboardInterrupt):
+            loop.run(piece(1))
+            loop.run(piece(1))
+
+    asyncio.run(notebook())
 
 
 def test_ctrl_c_cancels_other_work() -> None:

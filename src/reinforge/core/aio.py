@@ -8,7 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -29,8 +29,8 @@ def run_sync(work: Coroutine[Any, Any, T], interrupt: Callable[[], None] | None 
     """Runs a coroutine to its end, also inside a running event loop (a notebook): then in a thread
     of its own.
 
-    Ctrl-C reaches only the main thread. There it calls `interrupt` (default: cancel the work),
-    waits for the work to end in its own way, and goes on as KeyboardInterrupt.
+    Ctrl-C reaches only the main thread. There it calls `interrupt` (default: cancel the work); the
+    work ends in its own way, and then KeyboardInterrupt comes out.
     """
     try:
         asyncio.get_running_loop()
@@ -52,14 +52,17 @@ class EventLoop:
     """An event loop for work that plain code asks for piece by piece: what is under way in it rests
     between two calls of `run`. `build/execute.py` steps a run with one.
 
-    Inside a running event loop (a notebook) it has a thread of its own; for Ctrl-C there see
-    `run_sync`. Elsewhere it is in the thread that calls, and leaves signals as they are.
+    Inside a running event loop (a notebook) it has a thread of its own. Ctrl-C there calls
+    `interrupt` (default: cancel the work); the work ends in its own way, at once or in a later call
+    of `run`, and KeyboardInterrupt comes out instead of what it raises. A second Ctrl-C does not
+    wait. Elsewhere it is in the thread that calls, and leaves signals as they are.
     """
 
     def __init__(self, interrupt: Callable[[], None] | None = None):
         self.interrupt = interrupt
         self._runner = asyncio.Runner()
         self._thread: threading.Thread | None = None
+        self._ctrl_c = False  # it came, and KeyboardInterrupt did not come out yet
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -79,20 +82,25 @@ class EventLoop:
             self._runner.close()
             return
         loop = self._runner.get_loop()
-        with _ctrl_c_raises():
+        with self._ctrl_c_calls(lambda: None):
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join()
+        if self._ctrl_c and error == (None, None, None):
+            self._raise_ctrl_c(None)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`; what it raises is raised here."""
         if self._thread is None:
             return self._runner.get_loop().run_until_complete(work)
+        loop = self._runner.get_loop()
         box: dict[str, Any] = {}
-        # an interrupted wait for a thread is not taken up again: this one can be
         done = threading.Event()
 
         async def main() -> None:
-            box["task"] = asyncio.current_task()
+            task = box["task"] = asyncio.current_task()
+            assert task is not None
+            if self._ctrl_c and self.interrupt is None:  # it came before the task was there
+                task.cancel()
             try:
                 box["value"] = await work
             except BaseException as error:
@@ -100,21 +108,24 @@ class EventLoop:
             finally:
                 done.set()
 
-        loop = self._runner.get_loop()
-        with _ctrl_c_raises():
-            try:
-                asyncio.run_coroutine_threadsafe(main(), loop)
-                done.wait()
-            except KeyboardInterrupt as ctrl_c:
-                if self.interrupt is not None:
-                    self.interrupt()
-                elif "task" in box:
-                    loop.call_soon_threadsafe(box["task"].cancel)
-                done.wait()
-                raise ctrl_c from box.get("error")
-        if "error" in box:
-            raise box["error"]
+        def cancel() -> None:
+            if "task" in box:
+                loop.call_soon_threadsafe(box["task"].cancel)
+
+        with self._ctrl_c_calls(self.interrupt or cancel):
+            asyncio.run_coroutine_threadsafe(main(), loop)
+            done.wait()
+        error = box.get("error")
+        # who was asked to end and has not is let go on: its end comes in a later piece
+        if self._ctrl_c and (error is not None or self.interrupt is None):
+            self._raise_ctrl_c(error)
+        if error is not None:
+            raise error
         return box["value"]
+
+    def _raise_ctrl_c(self, error: BaseException | None) -> NoReturn:
+        self._ctrl_c = False
+        raise KeyboardInterrupt from error
 
     def _serve(self) -> None:
         with self._runner as runner:
@@ -122,17 +133,24 @@ class EventLoop:
             self._ready.set()
             loop.run_forever()
 
+    @contextmanager
+    def _ctrl_c_calls(self, interrupt: Callable[[], None]) -> Iterator[None]:
+        """The first Ctrl-C calls `interrupt` and raises nothing: wherever it finds the main thread,
+        nothing is cut. (asyncio.run would keep it for its own next await, which a thread that waits
+        for another never reaches.)
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
 
-@contextmanager
-def _ctrl_c_raises() -> Iterator[None]:
-    """asyncio.run keeps the first Ctrl-C for its own next await, which a thread that waits for
-    another never reaches.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+        def handle(number: int, frame: object) -> None:
+            if self._ctrl_c:
+                self._raise_ctrl_c(None)
+            self._ctrl_c = True
+            interrupt()
+
+        before = signal.signal(signal.SIGINT, handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
