@@ -470,3 +470,61 @@ def gated_rows(
         **early(),
     )
     return y
+
+
+# ---- adapters ----
+
+
+@triton.jit(do_not_specialize=["M"])
+def _add_low_rank(
+    Y,
+    T,
+    UP,
+    scale,
+    M,
+    N,
+    y_m,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    r = tl.arange(0, RP)
+    up_there = (n < N)[:, None] & (r < R)[None, :]
+    up = tl.load(UP + n[:, None] * R + r[None, :], mask=up_there, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    t_there = (m < M)[None, :] & (r < R)[:, None]
+    t = tl.load(T + m[None, :] * R + r[:, None], mask=t_there, other=0.0)
+    more = tl.dot(up, t, input_precision=PRECISION) * scale
+    there = (n < N)[:, None] & (m < M)[None, :]
+    at = Y + m.to(tl.int64)[None, :] * y_m + n[:, None]
+    y = tl.load(at, mask=there, other=0.0)
+    tl.store(at, (y.to(tl.float32) + more).to(Y.dtype.element_ty), mask=there)
+
+
+def add_low_rank(y: Tensor, narrow: Tensor, up: Tensor, scale: float) -> None:
+    """y [B, N] += scale·narrow [B, R] times up [N, R] transposed; rows of y may lie apart."""
+    rows, outer = y.shape
+    rank = narrow.shape[1]
+    _add_low_rank[(ceil_div(rows, 16), ceil_div(outer, 128))](
+        y,
+        narrow,
+        up,
+        scale,
+        rows,
+        outer,
+        y.stride(0),
+        R=rank,
+        RP=max(16, next_power(rank)),
+        PRECISION="ieee" if up.dtype == torch.float32 else "tf32",
+        BM=16,
+        BN=128,
+        num_warps=4,
+        **early(),
+    )
