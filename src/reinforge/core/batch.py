@@ -1,6 +1,7 @@
 """A `Batch` is samples packed end to end: [N] tokens, no padding.
 
-Packing lives here because every floor above reads it.
+Packing lives here because every floor above reads it. It is done in numpy: for some thousands of
+numbers torch wakes threads, which on cores that others use takes ten times as long.
 
 The tokens lie in segments. Without sharing a segment is a sample; with it, the prompt of a group is
 one segment that the answers of the group continue, so that it is computed once.
@@ -17,6 +18,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ from reinforge.core.sample import Sample
 
 # A stream: which domain the token's row is of, where every domain has a teacher of its own.
 DOMAIN = "domain"
+EMPTY = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -63,58 +66,50 @@ class Batch:
         that prompt, and a sample with nothing to train takes no room. Hidden states are the same
         either way.
         """
+        return cls._of([_Row.of(sample) for sample in samples], share)
+
+    @classmethod
+    def _of(cls, rows: Sequence[_Row], share: bool) -> Batch:
         segments = (
-            _shared_segments(samples)
+            _shared_segments(rows)
             if share
-            else [_Segment(i, 0, len(s.tokens), -1) for i, s in enumerate(samples)]
+            else [_Segment(i, 0, row.size, -1) for i, row in enumerate(rows)]
         )
         lengths = [g.stop - g.start for g in segments]
         begins = [0, *itertools.accumulate(lengths)]
-        # of each sample: where its own segment starts in it, how far it was moved, where the token
-        # before it is, and its last token
-        start, moved, before, ends = (
-            torch.tensor(column, dtype=torch.int64)
-            for column in _placed(segments, begins, len(samples))
-        )
-        sequence = torch.repeat_interleave(
-            torch.arange(len(samples)),
-            torch.tensor([s.n_trained for s in samples], dtype=torch.int64),
-        )
-        empty = torch.zeros(0, dtype=torch.int64)
-        trained = torch.cat([s.trained for s in samples]) if samples else empty.bool()
-        sizes = torch.tensor([len(s.tokens) for s in samples], dtype=torch.int64)
-        # the place of each trained token in its sample
-        at = trained.nonzero()[:, 0] - (sizes.cumsum(0) - sizes)[sequence]
-        targets = at + moved[sequence]
-        # predicted by the last token of the prompt, wherever that is
-        first = (at == start[sequence]) & (at > 0)
-        back = torch.tensor(
-            [g.start - begin for g, begin in zip(segments, begins, strict=False)], dtype=torch.int64
-        )
-        streams = (
-            {"behaviour": torch.cat([s.logprobs for s in samples])[trained]} if samples else {}
-        )
-        for name in samples[0].streams if samples else ():
-            streams[name] = torch.cat([s.streams[name] for s in samples])[trained]
+        targets: list[np.ndarray] = [EMPTY] * len(rows)
+        sources: list[np.ndarray] = [EMPTY] * len(rows)
+        ends = [-1] * len(rows)
+        for i, g in enumerate(segments):
+            if g.prompt_only:
+                continue
+            own = rows[g.row].trained + (begins[i] - g.start)
+            before = own - 1
+            if g.start and len(before):  # the last token of the prompt, wherever that is
+                before[0] = begins[g.prefix + 1] - 1
+            targets[g.row] = own
+            sources[g.row] = before
+            ends[g.row] = begins[i + 1] - 1
+        samples = [row.sample for row in rows]
+        names = samples[0].streams if samples else ()
+        streams = {"behaviour": _trained(rows, [s.logprobs for s in samples])} if samples else {}
+        streams |= {name: _trained(rows, [s.streams[name] for s in samples]) for name in names}
         return cls(
-            samples=list(samples),
-            tokens=(
-                torch.cat([samples[g.sample].tokens[g.start : g.stop] for g in segments])
-                if segments
-                else empty
-            ),
-            positions=torch.arange(begins[-1])
-            + torch.repeat_interleave(back, torch.tensor(lengths, dtype=torch.int64)),
+            samples=samples,
+            tokens=_joined([rows[g.row].tokens[g.start : g.stop] for g in segments]),
+            positions=_joined([np.arange(g.start, g.stop) for g in segments]),
             starts=torch.tensor(begins, dtype=torch.int32),
             lengths=lengths,
             prefix=[g.prefix for g in segments] if any(g.prefix >= 0 for g in segments) else None,
-            targets=targets,
-            sources=torch.where(first, before[sequence], targets - 1),
-            sequence=sequence,
-            ends=ends,
+            targets=_joined(targets),
+            sources=_joined(sources),
+            sequence=torch.from_numpy(
+                np.repeat(np.arange(len(rows)), [len(row.trained) for row in rows])
+            ),
+            ends=torch.tensor(ends, dtype=torch.int64),
             streams=streams,
             routes=routes.joined(
-                [(samples[g.sample].extras.get(routes.NAME), g.start, g.stop) for g in segments]
+                [(samples[g.row].extras.get(routes.NAME), g.start, g.stop) for g in segments]
             ),
         )
 
@@ -160,69 +155,63 @@ class Batch:
         )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A sample whose tensors packing has looked at: once, for each look takes microseconds."""
+
+    sample: Sample
+    tokens: np.ndarray  # [T] int64
+    trained: np.ndarray  # int64: the places of its trained tokens
+    prompt: int  # tokens before the first trained one; all of them where nothing is trained
+
+    @classmethod
+    def of(cls, sample: Sample) -> _Row:
+        tokens = sample.tokens.numpy()
+        trained = sample.trained.numpy().nonzero()[0]
+        return cls(sample, tokens, trained, int(trained[0]) if len(trained) else len(tokens))
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class _Segment:
     """A run of tokens in the pack: a whole sample, the prompt of a group, or an answer that
     continues one.
     """
 
-    sample: int  # whose tokens
+    row: int  # whose tokens
     start: int
     stop: int
     prefix: int  # the segment it continues, or -1
     prompt_only: bool = False
 
 
-def _placed(
-    segments: Sequence[_Segment], begins: Sequence[int], samples: int
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Of each sample: where its own segment starts in it, how far its tokens were moved in the
-    pack, where the last token of the prompt that it continues is, and where its own last one is; -1
-    where there is none.
-    """
-    start = [0] * samples
-    moved = [0] * samples
-    before = [-1] * samples
-    ends = [-1] * samples
-    for i, g in enumerate(segments):
-        if not g.prompt_only:
-            start[g.sample], moved[g.sample], ends[g.sample] = (
-                g.start,
-                begins[i] - g.start,
-                begins[i + 1] - 1,
-            )
-            before[g.sample] = begins[g.prefix + 1] - 1 if g.start else -1
-    return start, moved, before, ends
+def _joined(parts: Sequence[np.ndarray]) -> Tensor:
+    """[n] int64."""
+    return torch.from_numpy(np.concatenate([EMPTY, *parts]))
 
 
-def _prompt(sample: Sample) -> int:
-    """Tokens before the first trained one; all of them where nothing is trained.
-
-    (numpy: a torch call takes ten times as long.)
-    """
-    trained = sample.trained.numpy()
-    first = int(trained.argmax()) if len(trained) else 0
-    return first if len(trained) and trained[first] else len(trained)
+def _trained(rows: Sequence[_Row], streams: Sequence[Tensor]) -> Tensor:
+    """Of the streams of all rows the part at their trained tokens."""
+    parts = [stream.numpy()[row.trained] for row, stream in zip(rows, streams, strict=True)]
+    return torch.from_numpy(np.concatenate(parts))
 
 
-def _shared_segments(samples: Sequence[Sample]) -> list[_Segment]:
+def _shared_segments(rows: Sequence[_Row]) -> list[_Segment]:
     """Shared prompts first, then what continues them and what stands alone, longest first."""
     groups: dict[tuple[str, bytes], list[int]] = {}
-    for i, sample in enumerate(samples):
-        if sample.n_trained:
-            groups.setdefault(
-                (sample.group, sample.tokens[: _prompt(sample)].numpy().tobytes()), []
-            ).append(i)
+    for i, row in enumerate(rows):
+        if len(row.trained):
+            groups.setdefault((row.sample.group, row.tokens[: row.prompt].tobytes()), []).append(i)
     prompts: list[_Segment] = []
     rest: list[_Segment] = []
     for members in groups.values():
-        cut = _prompt(samples[members[0]]) if len(members) > 1 else 0
+        cut = rows[members[0]].prompt if len(members) > 1 else 0
         if cut:
             prompts.append(_Segment(members[0], 0, cut, -1, prompt_only=True))
-        rest += [
-            _Segment(i, cut, len(samples[i].tokens), len(prompts) - 1 if cut else -1)
-            for i in members
-        ]
+        rest += [_Segment(i, cut, rows[i].size, len(prompts) - 1 if cut else -1) for i in members]
     return prompts + sorted(rest, key=lambda g: g.start - g.stop)
 
 
@@ -303,16 +292,15 @@ def pack(
     """
     if len(samples) % unit:
         raise ValueError(f"{len(samples)} samples do not divide into units of {unit}")
-    units = [list(samples[i : i + unit]) for i in range(0, len(samples), unit)]
-    clusters: dict[str, list[list[Sample]]] = {}
+    rows = [_Row.of(sample) for sample in samples]
+    units = [rows[i : i + unit] for i in range(0, len(rows), unit)]
+    clusters: dict[str, list[list[_Row]]] = {}
     for i, u in enumerate(units):
-        clusters.setdefault(u[0].group if share else str(i), []).append(u)
-    packs: list[list[Sample]] = []
+        clusters.setdefault(u[0].sample.group if share else str(i), []).append(u)
+    packs: list[list[_Row]] = []
     room = 0
-    for cluster in sorted(
-        clusters.values(), key=lambda c: -sum(len(s.tokens) for u in c for s in u)
-    ):
-        for i, u in enumerate(sorted(cluster, key=lambda u: -sum(len(s.tokens) for s in u))):
+    for cluster in sorted(clusters.values(), key=lambda c: -sum(row.size for u in c for row in u)):
+        for i, u in enumerate(sorted(cluster, key=lambda u: -sum(row.size for row in u))):
             size = _size(u, share, i > 0)
             if not packs or size > max(room, 0):  # what takes no room never gets a pack of its own
                 packs.append([])
@@ -320,10 +308,10 @@ def pack(
                 size = _size(u, share, False)
             packs[-1].extend(u)
             room -= size
-    return [Batch.pack(p, share=share) for p in packs]
+    return [Batch._of(p, share) for p in packs]
 
 
-def _size(unit: list[Sample], share: bool, joins: bool) -> int:
+def _size(unit: Sequence[_Row], share: bool, joins: bool) -> int:
     """Tokens that a unit adds to a pack.
 
     With `share` rows without trained tokens take none, and a unit that `joins` its group finds the
@@ -331,17 +319,16 @@ def _size(unit: list[Sample], share: bool, joins: bool) -> int:
     budget, which is no harm.)
     """
     if not share:
-        return sum(len(s.tokens) for s in unit)
-    real = [s for s in unit if s.n_trained]
-    return sum(len(s.tokens) - (_prompt(s) if joins or i else 0) for i, s in enumerate(real))
+        return sum(row.size for row in unit)
+    real = [row for row in unit if len(row.trained)]
+    return sum(row.size - (row.prompt if joins or i else 0) for i, row in enumerate(real))
 
 
 def unit_sizes(batch: Batch, unit: int = 1) -> list[int]:
     """Tokens of each unit of a batch if it stood alone; those that take no room are left out."""
     share = _is_shared(batch)
-    sizes = [
-        _size(batch.samples[i : i + unit], share, False) for i in range(0, len(batch.samples), unit)
-    ]
+    rows = [_Row.of(sample) for sample in batch.samples]
+    sizes = [_size(rows[i : i + unit], share, False) for i in range(0, len(rows), unit)]
     return [n for n in sizes if n]
 
 
@@ -358,11 +345,13 @@ def cut(batch: Batch, budget: int, *, unit: int = 1) -> list[Batch]:
         f"{len(batch.samples)} samples do not divide into units of {unit}"
     )
     share = _is_shared(batch)
+    rows = [_Row.of(sample) for sample in batch.samples]
     edges = [0]
     room = budget
-    for i in range(0, len(batch.samples), unit):
-        members = batch.samples[i : i + unit]
-        joins = share and any(s.group == members[0].group for s in batch.samples[edges[-1] : i])
+    for i in range(0, len(rows), unit):
+        members = rows[i : i + unit]
+        group = members[0].sample.group
+        joins = share and any(s.group == group for s in batch.samples[edges[-1] : i])
         size = _size(members, share, joins)
         if i > edges[-1] and size > max(room, 0):
             edges.append(i)
@@ -373,7 +362,7 @@ def cut(batch: Batch, budget: int, *, unit: int = 1) -> list[Batch]:
     ends = [0, *batch.trained_lengths().cumsum(0).tolist()]
     parts = []
     for a, b in itertools.pairwise(edges):
-        part = Batch.pack(batch.samples[a:b], share=share)
+        part = Batch._of(rows[a:b], share)
         part.streams = {name: stream[ends[a] : ends[b]] for name, stream in batch.streams.items()}
         part.bootstrap = None if batch.bootstrap is None else batch.bootstrap[a:b]
         parts.append(part)

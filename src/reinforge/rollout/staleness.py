@@ -30,7 +30,9 @@ class StalenessPolicy:
 
 def oldest_version(group: Group) -> int:
     """The oldest weights that sampled any of it; -1 where nothing was sampled."""
-    sampled = [int(s.versions[s.trained].min()) for s in group.samples if s.n_trained]
+    sampled = [
+        int(s.versions.numpy()[s.trained.numpy()].min()) for s in group.samples if s.n_trained
+    ]
     return min(sampled, default=-1)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from reinforge.core import routes
-from reinforge.core.arrays import floats, ints
+from reinforge.core.arrays import ints
 from reinforge.core.engine import Completion
 from reinforge.core.sample import Sample
 
@@ -25,9 +25,8 @@ class TokenTrack:
     """
 
     tokens: list[int] = field(default_factory=list)
-    trained: list[bool] = field(default_factory=list)  # sampled here
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # -1 where not sampled
+    # what was sampled here, each with the place of its first token
+    turns: list[tuple[int, Completion]] = field(default_factory=list)
     rewards: dict[int, float] = field(default_factory=dict)  # by position
     prompt: int = 0  # tokens before the first turn
     # where the newest turn and all before it went, of a mixture of experts
@@ -35,28 +34,34 @@ class TokenTrack:
 
     def give(self, ids: Sequence[int]) -> None:
         self.tokens += ids
-        self.trained += [False] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [-1] * len(ids)
 
     def take(self, completion: Completion) -> None:
         self.prompt = self.prompt or len(self.tokens)
+        assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions)
+        self.turns.append((len(self.tokens), completion))
         self.tokens += completion.tokens
-        self.trained += [True] * len(completion.tokens)
-        self.logprobs += completion.logprobs
-        self.versions += completion.versions
         if completion.routes is not None and len(completion.routes) == len(self.tokens) - 1:
             self.routes = completion.routes  # those of the turns before are in it
 
     @property
     def sampled(self) -> list[int]:
         """The ids that the model sampled."""
-        return [t for t, own in zip(self.tokens, self.trained, strict=True) if own]
+        return [token for _, turn in self.turns for token in turn.tokens]
 
     def sample(
         self, uid: str, *, group: str, episode: str, reward_weight: float = 1.0, **more: Any
     ) -> Sample:
         """`reward_weight`: of the rewards by position. `more`: other fields of the sample."""
+        trained = np.zeros(len(self.tokens), dtype=np.bool_)
+        logprobs = np.zeros(len(self.tokens), dtype=np.float32)
+        versions = np.full(len(self.tokens), -1, dtype=np.int32)  # -1 where not sampled
+        for start, turn in self.turns:
+            part = slice(start, start + len(turn.tokens))
+            trained[part] = True
+            logprobs[part] = turn.logprobs
+            # mostly all are the same, and a list takes longer than one number
+            found = set(turn.versions)
+            versions[part] = found.pop() if len(found) == 1 else turn.versions
         token_rewards = None
         if self.rewards:
             token_rewards = torch.zeros(len(self.tokens))
@@ -72,9 +77,9 @@ class TokenTrack:
             group=group,
             episode=episode,
             tokens=ints(self.tokens),
-            trained=torch.from_numpy(np.array(self.trained, dtype=np.bool_)),
-            logprobs=floats(self.logprobs),
-            versions=ints(self.versions, np.int32),
+            trained=torch.from_numpy(trained),
+            logprobs=torch.from_numpy(logprobs),
+            versions=torch.from_numpy(versions),
             token_rewards=token_rewards,
             **more,
         )

@@ -12,6 +12,7 @@ from helpers.toys import make_model, make_samples, train_config
 from reinforge.backends.local import LocalBackend
 from reinforge.core.backend import Backend
 from reinforge.core.report import StepReport
+from reinforge.core.sample import Sample
 from reinforge.loops.anchors import SPACED, samples_digests, update_digest, weights_digest
 
 
@@ -74,3 +75,23 @@ def test_the_order_and_every_bit_of_gradient_norms() -> None:
     assert update_digest(reports) != update_digest(reports[::-1])
     nearly = StepReport(math.nextafter(1.0, 2.0), 0.1)
     assert update_digest([nearly, reports[1]]) != update_digest(reports)
+
+
+def test_digests_are_those_of_earlier_versions() -> None:
+    """What old runs wrote down can be compared with new ones: the expected values are of the
+    version that hashed the bytes of torch's tensors.
+    """
+    ids = [3, 1, 4, 1, 5]
+    made = Sample(
+        uid="a#0",
+        group="a",
+        episode="a#0",
+        tokens=torch.tensor(ids),
+        trained=torch.tensor([False, False, True, True, True]),
+        logprobs=torch.tensor([0, 0, -0.5, -0.25, -1.5]),
+        versions=torch.tensor([-1, -1, 7, 7, 7], dtype=torch.int32),
+        rewards={"x": 0.5, "y": None},
+        reward=0.5,
+        token_rewards=torch.zeros(5),
+    )
+    assert samples_digests([made]) == {"a": ["3e90fb81 71dfc194 743109f3"]}

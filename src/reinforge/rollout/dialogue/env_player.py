@@ -155,7 +155,7 @@ class EnvPlayer:
                 f"the first prompt has {len(track.tokens)} tokens and leaves no room below"
                 f" {self.limits.max_tokens}",
             )
-        if not any(track.trained):
+        if not track.sampled:
             episode.tracks.pop()  # it was begun again and nothing was said
 
     def _added(
