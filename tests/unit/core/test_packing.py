@@ -94,8 +94,6 @@ def test_nothing_is_a_pack_too() -> None:
 def test_a_prompt_counts_once_in_every_pack(budget: int, packs: list[int]) -> None:
     """Five answers of four tokens to one prompt of twenty."""
     ids = list(range(24))
-    samples = [
-        Sample.from_tokens(f"{i}", ids, [t >= 20 for t in ids], group="a") for i in range(5)
-    ]
+    samples = [Sample.from_tokens(f"{i}", ids, [t >= 20 for t in ids], group="a") for i in range(5)]
     assert [b.n_tokens for b in pack(samples, budget, share=True)] == packs
     assert [b.n_tokens for b in pack(samples, budget)] == [24] * 5
