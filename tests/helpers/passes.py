@@ -5,16 +5,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from helpers.toys import make_samples
+from reinforge.config.base import Checkpointing
 from reinforge.core.batch import Batch
 from reinforge.models.causal import CausalModel
+from reinforge.models.checkpointing import checkpoint_layers
 
 
-def passed(model: CausalModel, recomputed: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+def passed(
+    model: CausalModel, recomputed: Checkpointing = False
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probs, and the gradients of what is trained. `recomputed`: with checkpointing."""
     model.module.zero_grad()
     if recomputed:
-        kept = {"use_reentrant": False}
-        model.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kept)  # type: ignore[operator]
+        checkpoint_layers(model.module, recomputed)
         model.recompute(True)
     batch = Batch.pack(make_samples([9, 5])).to(model.device)
     logprobs, _ = model.logprobs(batch, temperature=1.0)

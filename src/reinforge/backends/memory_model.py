@@ -36,6 +36,8 @@ SHARE = 0.85
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 # bytes that a split master has beside the weight: 16 bits, and one for ties
 SPLIT = 2 + 1 / 8
+# layers' inputs that are on the device at once where the others wait in host memory
+HERE = 3
 # tokens per micro-batch; past FAR_ENOUGH more is not faster
 CPU_BUDGET = 4096
 LEAST = 1024
@@ -221,9 +223,12 @@ def activation_bytes(f: ModelFacts) -> int:
 
 
 def kept_bytes(f: ModelFacts) -> int:
-    """Per packed token, what all layers keep; with gradient checkpointing their inputs."""
+    """Per packed token, what all layers keep; with gradient checkpointing their inputs. Where these
+    wait in host memory: of the layer that computes, of the one before it, and a copy under way.
+    """
     if f.checkpointing:
-        return f.layers * f.hidden * f.itemsize
+        there = min(f.layers, HERE) if f.on_host else f.layers
+        return there * f.hidden * f.itemsize
     attention = sum(saved_attention(f).values())
     around = sum(saved(f).values()) - attention  # norms and MLP, which every layer has
     mixers = 0 if f.state is None else f.state.layers
@@ -253,15 +258,15 @@ def backward_bytes(f: ModelFacts) -> int:
     return max(f.itemsize * (2 * f.wide + 4 * f.hidden), work)
 
 
-def tiled_bytes(f: ModelFacts, tokens: int) -> int:
+def tiled_bytes(f: ModelFacts, tokens: int) -> tuple[int, int]:
     """What is not there in the backward of a layer because its MLP goes through a long pack in
-    tiles: see models/tiled_mlp.py.
+    tiles (see models/tiled_mlp.py): of what is kept, and of gradients.
     """
     dense = f.gated and f.experts == 1 and f.state is None
     if not (f.checkpointing and dense and in_tiles(tokens)):
-        return 0
+        return 0, 0
     wide = sum(saved(f).get(name, 0) for name in ("gate", "activated", "up", "product"))
-    return (tokens - TILE) * (wide + 2 * f.itemsize * f.wide)
+    return (tokens - TILE) * wide, (tokens - TILE) * 2 * f.itemsize * f.wide
 
 
 def fp8_bytes(f: ModelFacts) -> int:
@@ -345,6 +350,7 @@ def stages(
     shards get the gradients of the ends.
     """
     kept = tokens * kept_bytes(f)
+    tiled, gradients = tiled_bytes(f, tokens)
     cut = f.shards is not None
     found = {
         "head": {
@@ -354,8 +360,8 @@ def stages(
             "gathered": (end_weights(f) + f.body() // f.layers) * f.itemsize if cut else 0,
         },
         "layer": {
-            "activations": kept + tokens * recomputed_bytes(f) - tiled_bytes(f, tokens),
-            "head": tokens * backward_bytes(f),
+            "activations": kept + tokens * recomputed_bytes(f) - tiled,
+            "head": tokens * backward_bytes(f) - gradients,
             "gathered": gathered_bytes(f),
         },
     }

@@ -25,6 +25,7 @@ from reinforge.core.sample import Stop
 from reinforge.core.trace import numbered
 from reinforge.models.adapters import is_adapted
 from reinforge.models.causal import CausalModel
+from reinforge.models.checkpointing import is_on_host
 from reinforge.models.device_memory import device_memory
 from reinforge.models.packed import PackedModel
 from reinforge.models.quick_mlp import is_quick
@@ -161,6 +162,7 @@ def facts_of(model: PackedModel, *, optimizer: OptimizerConfig | None = None) ->
         packed=counted.packed,
         head_norms=counted.head_norms,
         checkpointing=bool(getattr(model.plain, "is_gradient_checkpointing", False)),
+        on_host=model.device.type == "cuda" and is_on_host(model.plain),
         compiled=any(
             getattr(part, "_compiled_call_impl", None) is not None for part in model.trunk.modules()
         ),

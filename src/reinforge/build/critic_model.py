@@ -8,6 +8,7 @@ from reinforge.config.model import ModelConfig
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.models.causal import CausalModel
+from reinforge.models.checkpointing import checkpoint_layers
 from reinforge.models.load import load_config, load_scalar, load_tokenizer
 from reinforge.models.scalar import ScalarModel
 
@@ -39,9 +40,7 @@ def load_critic(cfg: Config, policy: CausalModel) -> ScalarModel:
     model = ScalarModel.from_causal(policy, where=where)
     model.module.requires_grad_(True)  # what is frozen is frozen in the policy (train.freeze)
     if section.gradient_checkpointing:
-        model.plain.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
+        checkpoint_layers(model.plain, section.gradient_checkpointing)
     else:
         model.plain.gradient_checkpointing_disable()
     return model

@@ -15,6 +15,8 @@ Natural = Annotated[int, Field(ge=0)]
 Attribute = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$")]
 # of numbers that are computed with or kept: as the module has them (model.dtype), or FP8
 Precision = Literal["model", "fp8"]
+# gradient checkpointing: off, on, or on with the inputs of layers in host memory
+Checkpointing = Literal["host"] | bool
 
 
 class Section(BaseModel):

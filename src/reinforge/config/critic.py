@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from reinforge.config.base import Natural, NonNegative, Positive, Section
+from reinforge.config.base import Checkpointing, Natural, NonNegative, Positive, Section
 from reinforge.config.optimizer import OptimizerConfig
 from reinforge.config.train import ScheduleConfig
 
@@ -48,7 +48,7 @@ class CriticConfig(Section):
     optimizer: OptimizerConfig | None = Field(
         None, description="Of the critic; default: train.optimizer."
     )
-    gradient_checkpointing: bool | None = Field(
+    gradient_checkpointing: Checkpointing | None = Field(
         None, description="Of the critic; default: model.gradient_checkpointing."
     )
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from reinforge.config.base import Section
+from reinforge.config.base import Checkpointing, Section
 
 # what a model may lie on; every other name is refused before anything is loaded
 DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -62,10 +62,13 @@ class ModelConfig(Section):
             " recorded; see docs/hardware.md."
         ),
     )
-    gradient_checkpointing: bool = Field(
+    gradient_checkpointing: Checkpointing = Field(
         False,
         description=(
             "Recompute activations in the backward pass: less memory, about a third more time."
+            " host: the inputs of layers, which are all that is kept, wait in host memory (pinned;"
+            " layers x hidden size x bytes of a number for each token of a micro-batch), for rows"
+            " of 100k tokens and more. On a CPU as true."
         ),
     )
     exact: bool = Field(

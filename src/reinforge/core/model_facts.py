@@ -49,6 +49,7 @@ class ModelFacts:
     rank: int | None = None  # of an adapter; None: all weights are trained
     targets: tuple[str, ...] | None = None  # modules with an adapter; None: all linear ones
     checkpointing: bool = False
+    on_host: bool = False  # what checkpointing keeps waits in host memory
     compiled: bool = False
     fused: bool = False  # norms and gates are a kernel each: 16 bits on a GPU
     optimizer: str = "adamw"  # its name

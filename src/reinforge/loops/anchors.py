@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,9 +110,9 @@ def _hash(values: Iterable[Tensor | float | str | None]) -> str:
     return total.hexdigest()[:32]
 
 
-def _bytes(tensor: Tensor) -> np.ndarray:
+def _bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor of any kind: those that numpy has a kind for as they are, which is
     quicker.
     """
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return (flat if flat.dtype in OF_NUMPY else flat.view(torch.uint8)).numpy()
+    return (flat if flat.dtype in OF_NUMPY else flat.view(torch.uint8)).numpy().data

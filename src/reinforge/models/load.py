@@ -33,6 +33,7 @@ from reinforge.models.adapters import (
 )
 from reinforge.models.attention import MaskExtents, set_mask_extents
 from reinforge.models.causal import CausalModel
+from reinforge.models.checkpointing import checkpoint_layers
 from reinforge.models.exact import checkpoint_contexts
 from reinforge.models.exact_proof import prove
 from reinforge.models.proof import refusing
@@ -457,9 +458,7 @@ def _made_ready(
         model.compile_layers()
     if cfg.gradient_checkpointing:
         again = {"context_fn": checkpoint_contexts} if cfg.exact else {}
-        module.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False, **again}
-        )
+        checkpoint_layers(module, cfg.gradient_checkpointing, **again)
         if is_adapted(module):
             module.enable_input_require_grads()
     return model
@@ -522,9 +521,7 @@ def load_scalar(
     if cfg.gradient_checkpointing and adapter is not None:
         model.plain.enable_input_require_grads()
     if cfg.gradient_checkpointing:
-        model.module.gradient_checkpointing_enable(  # type: ignore[operator]
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
+        checkpoint_layers(model.module, cfg.gradient_checkpointing)
     return model
 
 

@@ -19,6 +19,7 @@ from reinforge.core.errors import InputError
 from reinforge.models import attention, exact_norm, quick_norm, rope
 from reinforge.models.adapter_dropout import dropouts
 from reinforge.models.attention import AttentionLayout, PackedLayout
+from reinforge.models.checkpointing import set_function
 from reinforge.models.compile_cache import cache_on_disk
 from reinforge.models.exact import RowWiseMode
 from reinforge.models.exact_attention import layout as exact_layout
@@ -137,7 +138,7 @@ class PackedModel:
                 self.recomputing = on
                 part.training = on
                 if self.mixers:
-                    part._gradient_checkpointing_func = recomputed  # type: ignore[assignment]
+                    set_function(part, recomputed)
 
     def hidden(
         self,

@@ -97,7 +97,8 @@ def facts_of(cfg: Config) -> ModelFacts:
         itemsize=4 if cfg.model.dtype == "float32" else 2,
         rank=adapter.rank if adapter else None,
         targets=targets,
-        checkpointing=cfg.model.gradient_checkpointing,
+        checkpointing=bool(cfg.model.gradient_checkpointing),
+        on_host=cfg.model.gradient_checkpointing == "host",
         compiled=cfg.model.compile is True,
         fused=not cfg.model.exact,
     )

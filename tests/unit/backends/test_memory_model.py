@@ -742,3 +742,20 @@ def test_a_long_pack_has_a_tile_of_its_mlp() -> None:
     assert apart == -(long - 8192) * (wide + 2 * 2 * 4864)
     assert layer(f, 32 * 1024) == 32 * layer(f, 1024)
     assert layer(SMALL, long) == 100 * layer(SMALL, 1024)
+
+
+def test_inputs_of_layers_that_wait_in_host_memory() -> None:
+    """Of all layers but three they are not on the device, whatever else is there."""
+    kept = replace(SMALL, checkpointing=True, rank=16)
+    away = replace(kept, on_host=True)
+    for tokens in (1024, 256 * 1024):
+        there, left = (memory_model.training(f, tokens) for f in (kept, away))
+        assert there["activations"] - left["activations"] == tokens * (24 - 3) * 896 * 2
+        assert all(n >= 0 for n in left.values())
+        assert {k: v for k, v in there.items() if k != "activations"} == {
+            k: v for k, v in left.items() if k != "activations"
+        }
+    few = replace(kept, layers=2)
+    assert memory_model.training(few, 1024) == memory_model.training(
+        replace(few, on_host=True), 1024
+    )

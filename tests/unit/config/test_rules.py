@@ -79,6 +79,7 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "Moving average of the weights": ("train.ema=0.9",),
         "Noise on embeddings (NEFTune)": ("algorithm.name=sft", NO_REWARDS, "train.neftune=5.0"),
         "Optimizer in host memory": ("train.optimizer.offload=true",),
+        "Inputs of layers in host memory": ("model.gradient_checkpointing=host",),
         "Lion": ("train.optimizer.name=lion",),
         "Muon, Adafactor, an optimizer of your own": ("train.optimizer.name=muon",),
         "Moments in 8 bits, split masters, gradients in bfloat16": (

@@ -32,6 +32,11 @@ def _offloads_optimizer(config: Sections) -> bool:
     return any(optimizer.offload for optimizer in _optimizers(config))
 
 
+def _keeps_inputs_on_host(config: Sections) -> bool:
+    critic = None if config.critic is None else config.critic.gradient_checkpointing
+    return "host" in (config.model.gradient_checkpointing, critic)
+
+
 def _sees_matrices(config: Sections) -> bool:
     """Whether an optimizer needs whole tensors, as far as is known."""
     return any(optimizer.name not in ELEMENTWISE for optimizer in _optimizers(config))
@@ -96,6 +101,7 @@ WHOLE_MATRICES = No(
     "use adamw or lion, or train.backend=local",
 )
 ONLY_ADAMW = No("{backend} updates with AdamW only", "use adamw, or train.backend=local or fsdp")
+NOT_ON_HOST = No("{backend} was never tried with it", "set it to true, or train.backend=local")
 NO_GROUPS = No("{backend} has one rate for all weights", "set train.backend=local or fsdp")
 
 FEATURES = (
@@ -279,6 +285,12 @@ FEATURES = (
                 "set train.backend=fsdp and train.offload_weights",
             ),
         ),
+    ),
+    Feature(
+        "Inputs of layers in host memory",
+        "model.gradient_checkpointing",
+        _keeps_inputs_on_host,
+        _cells(local=YES, fsdp=NOT_ON_HOST, deepspeed=NOT_ON_HOST, megatron=NOT_ON_HOST),
     ),
     Feature(
         "Lion",
