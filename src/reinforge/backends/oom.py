@@ -44,8 +44,9 @@ class OomRecovery:
                 where="train",
                 fix=(
                     "Lower rollout.max_new_tokens or data.max_length, set"
-                    " model.gradient_checkpointing=true, train an adapter (adapter.rank=16) instead"
-                    " of all weights, or set train.optimizer.offload=true."
+                    " model.gradient_checkpointing=true (or host), train an adapter"
+                    " (adapter.rank=16) instead of all weights, or set"
+                    " train.optimizer.offload=true."
                 ),
             )
         half = min(budget, failed.n_tokens) // 2

@@ -106,6 +106,7 @@ def _candidates(cfg: Config, fits: bool) -> Iterator[dict[str, Any]]:
         yield {"critic.shared": True}
     if fits:
         return
+    yield {"model.gradient_checkpointing": "host"}
     compact = {"name": "adamw_8bit", "masters": "split", "gradients": "bfloat16"}
     yield {f"train.optimizer.{key}": value for key, value in compact.items()}
     if cfg.adapter is None:

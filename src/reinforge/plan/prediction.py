@@ -156,6 +156,11 @@ def less_memory(cfg: Config, parts: dict[str, float]) -> str:
         ),
         "train an adapter (adapter.rank=16)": cfg.adapter is None,
         "set model.gradient_checkpointing=true": not cfg.model.gradient_checkpointing,
+        "set model.gradient_checkpointing=host": (
+            cfg.model.gradient_checkpointing is True
+            and cfg.train.backend == "local"
+            and parts.get("activations", 0) > parts["peak"] / 3
+        ),
         "set train.optimizer.offload=true": not cfg.train.optimizer.offload,
         "cut the weights over several GPUs (train.backend=fsdp)": cfg.train.backend == "local",
     }

@@ -295,6 +295,12 @@ def test_what_is_done_already_is_not_advised(folder: Path) -> None:
     left = less_memory(settled, {"peak": 10.0, "copy": 9.0, "server": 1.0})
     assert "adapter.rank" not in left and "checkpointing" not in left and "offload" not in left
     assert "rollout.engine=vllm" in left and "lower engine.memory" in left
+    one = {"adapter": {"rank": 8}, "model": {"gradient_checkpointing": True}}
+    full = {"peak": 10.0, "activations": 6.0}
+    assert "gradient_checkpointing=host" in less_memory(grpo(Path("m"), **one), full)
+    assert "gradient_checkpointing=host" not in less_memory(grpo(Path("m"), **one), {"peak": 10.0})
+    assert "gradient_checkpointing=host" not in less_memory(settled, full)
+    assert "gradient_checkpointing=host" not in every, "first the plain one"
 
 
 # ---- what fits, and what would help ----
@@ -304,11 +310,14 @@ def plan_of(cfg: Config, gpu: str) -> Expectation:
     return expected(cfg, stated_gpu(gpu), (256, 512), shape())
 
 
+NAMES = ("model_type", "architectures")
+
+
 def shape() -> Any:
     """Of 2 billion weights."""
     from transformers import Qwen3Config
 
-    named = {k: v for k, v in EIGHT_B.items() if k not in ("model_type", "architectures")}
+    named = {k: v for k, v in EIGHT_B.items() if k not in NAMES}
     return Qwen3Config(**{**named, "num_hidden_layers": 4})
 
 
@@ -431,6 +440,21 @@ def test_changes_gain_what_the_plan_says(model: Path, folder: Path, gpu: str) ->
         )
         good = [change.seconds for change in found if change.fits]
         assert good == sorted(good) and good
+
+
+def test_what_a_long_row_leaves_may_wait_in_host_memory(model: Path) -> None:
+    """A row of 200,000 tokens and 8 billion weights with an adapter: all is computed again already,
+    and what that keeps is half of the GPU.
+    """
+    config = type(shape())(**{k: v for k, v in EIGHT_B.items() if k not in NAMES})
+    cfg = sft(model, adapter={"rank": 16}, model={"gradient_checkpointing": True})
+    plan = expected(cfg, stated_gpu("A100:80"), (200_000, 200_000), config)
+    assert not plan.fits
+    moved = best_changes(plan, config)[0]
+    assert (moved.settings, moved.fits) == ("model.gradient_checkpointing=host", True)
+    kept = 200_000 * (36 - 3) * 4096 * 2 / 2**30
+    assert moved.before[0] - moved.memory_gib == pytest.approx(kept, rel=0.01)
+    assert moved.seconds == moved.before[1]
 
 
 def test_a_gpu_by_its_name_or_size() -> None:
