@@ -29,8 +29,10 @@ from reinforge.config.adapter import AdapterConfig
 from reinforge.core.backend import State
 from reinforge.core.batch import Totals, pack
 from reinforge.core.sample import Sample
+from reinforge.models import checkpointing
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
+from reinforge.models.checkpointing import InputsOnHost, checkpoint_layers
 from reinforge.models.packed import PackedModel
 from reinforge.models.scalar import ScalarModel
 
@@ -93,6 +95,10 @@ def load(kind: str, arch: str | None = None, seed: int = 0, **changes: Any) -> P
         )
     if kind == "attributes":
         return ScalarModel.on_trunk(module, ToyTokenizer(), attributes=ATTRIBUTES)
+    if kind == "on host":  # where ranks have no GPU another tensor on the CPU plays the host
+        InputsOnHost.devices = ("cpu",)
+        checkpointing.LEAST = 1
+        checkpoint_layers(module, "host")
     if kind == "checkpointed":
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = CausalModel(module.bfloat16() if kind == "bfloat16" else module)

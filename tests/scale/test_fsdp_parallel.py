@@ -25,6 +25,8 @@ from reinforge.algorithms.losses.value import ValueLoss
 from reinforge.algorithms.parts.surrogates import gspo
 from reinforge.backends.distributed.ranks import Ranks
 from reinforge.core.batch import Batch, Totals, pack
+from reinforge.models import checkpointing
+from reinforge.models.checkpointing import InputsOnHost, WaitingInput
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +77,33 @@ def test_a_split_pack_is_the_whole_one(ranks: Ranks, case: str) -> None:
             size, rel=1e-5
         )
     split.close()
+
+
+@pytest.mark.parametrize("split", [{}, {"sequence_parallel": 2}])
+def test_inputs_of_layers_that_wait_on_the_host(
+    ranks: Ranks, split: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of ranks do, and no gradient changes. Rank 0 is in this process."""
+    monkeypatch.setattr(InputsOnHost, "devices", InputsOnHost.devices)  # put back afterwards
+    monkeypatch.setattr(checkpointing, "LEAST", checkpointing.LEAST)
+    taken: list[WaitingInput] = []
+    take = WaitingInput.take
+
+    def counted(waiting: WaitingInput) -> torch.Tensor:
+        taken.append(waiting)
+        return take(waiting)
+
+    monkeypatch.setattr(WaitingInput, "take", counted)
+    local, cut = both(ranks, partial(load, "on host", "qwen3"), **split)
+    samples = make_samples(LENGTHS)
+    want, metrics, _, size = one_pass(local, samples, 10_000, policy_loss(), True)
+    alone = len(taken)
+    found, again, _, norm_here = one_pass(cut, samples, 10_000, policy_loss(), True)
+    assert alone == len(taken) - alone == len(local.model.layers)
+    assert relative(found, want) < 1e-6
+    assert again == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    assert norm_here == pytest.approx(size, rel=1e-5)
+    cut.close()
 
 
 def test_layers_that_keep_state(ranks: Ranks) -> None:

@@ -158,7 +158,7 @@ def less_memory(cfg: Config, parts: dict[str, float]) -> str:
         "set model.gradient_checkpointing=true": not cfg.model.gradient_checkpointing,
         "set model.gradient_checkpointing=host": (
             cfg.model.gradient_checkpointing is True
-            and cfg.train.backend == "local"
+            and cfg.train.backend in ("local", "fsdp")
             and parts.get("activations", 0) > parts["peak"] / 3
         ),
         "set train.optimizer.offload=true": not cfg.train.optimizer.offload,

@@ -101,7 +101,9 @@ WHOLE_MATRICES = No(
     "use adamw or lion, or train.backend=local",
 )
 ONLY_ADAMW = No("{backend} updates with AdamW only", "use adamw, or train.backend=local or fsdp")
-NOT_ON_HOST = No("{backend} was never tried with it", "set it to true, or train.backend=local")
+NOT_ON_HOST = No(
+    "{backend} was never tried with it", "set it to true, or train.backend=local or fsdp"
+)
 NO_GROUPS = No("{backend} has one rate for all weights", "set train.backend=local or fsdp")
 
 FEATURES = (
@@ -290,7 +292,7 @@ FEATURES = (
         "Inputs of layers in host memory",
         "model.gradient_checkpointing",
         _keeps_inputs_on_host,
-        _cells(local=YES, fsdp=NOT_ON_HOST, deepspeed=NOT_ON_HOST, megatron=NOT_ON_HOST),
+        _cells(local=YES, fsdp=YES, deepspeed=NOT_ON_HOST, megatron=NOT_ON_HOST),
     ),
     Feature(
         "Lion",
