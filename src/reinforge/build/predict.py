@@ -26,6 +26,7 @@ from reinforge.core.model_facts import ModelFacts
 if TYPE_CHECKING:
     from reinforge.core.backend import Backend
 
+LEAST_SECONDS = 0.1  # of a step; below them what is not predicted takes more
 USABLE = 0.97  # of a GPU's memory; its context and libraries have the rest
 
 
@@ -393,6 +394,8 @@ def shown(prediction: dict[str, Any]) -> list[tuple[str, str]]:
     times = ", ".join(
         f"{phase} {_short(seconds)} s" for phase, seconds in prediction["seconds"].items()
     )
+    if sum(prediction["seconds"].values()) < LEAST_SECONDS:
+        busy += "; of so small a model a step costs more beside its products, which is not in it"
     return [
         *lines,
         (

@@ -49,6 +49,7 @@ from reinforge.loops.supervised import SupervisedTrainer
 from reinforge.loops.trace import Tracer
 from reinforge.loops.view import ViewLike
 from reinforge.models.causal import CausalModel
+from reinforge.models.load import pick_device
 from reinforge.rewards.normalization import RewardNormalization
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.kept import KeptRollouts
@@ -67,6 +68,8 @@ def build(
     if factories is None:
         assert cfg.cluster.kind == "local", "a run on Ray has factories of its own"
         factories = LocalFactories(given.model)
+    if cfg.cluster.kind == "local":
+        pick_device(cfg.model.device)  # one that is not there is told before rows are read
     make = build_rl if cfg.algorithm.rl else build_supervised
     return make(cfg, view, given, attempt or Attempt(), factories)
 

@@ -175,7 +175,7 @@ def _summary(sft: RunResult, rl: RunResult, seconds: float, seed: int) -> dict[s
     for name, result in (("sft", sft), ("rl", rl)):
         accuracy = result.metrics["eval/accuracy"]
         out[f"{name}_accuracy"] = accuracy
-        out[f"{name}_interval"] = [round(x, 4) for x in wilson(accuracy * n, n)]
+        out[f"{name}_interval"] = [round(x, 6) for x in wilson(accuracy * n, n)]
     return out
 
 

@@ -84,7 +84,7 @@ def _in_table(name: str) -> Support:
         return model_table.support(load_config(ModelConfig(path=name), "NAME").to_dict())
     if (listed := _listed_by_transformers(name)) is not None:
         return model_table.support({"model_type": listed})
-    near = closest(name.lower(), model_table.names(), 0.65)
+    near = model_table.beginning(name) or closest(name.lower(), model_table.names(), 0.65)
     guess = f"Did you mean {near}? " if near else ""
     raise InputError(
         f"{name!r} is neither an architecture that something is known of nor a model here.",
@@ -169,7 +169,7 @@ def _print_one(found: Support) -> None:
     told: dict[str, Any] = {
         "architecture": found.name,
         "known as": found.known_as,
-        "also known so": model_table.also_known_so(found.name) or None,
+        "other types of that name": model_table.also_known_so(found.name) or None,
         "verdict": WORDS[found.verdict] + (f": {found.reason}" if found.reason else ""),
     }
     if found.verdict in ("right", "trains"):

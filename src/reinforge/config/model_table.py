@@ -420,6 +420,7 @@ def _megatron(name: str, config: Mapping[str, Any]) -> Cell:
 
 # ---- names that people give ----
 
+SHORTEST = 4  # letters of a name that another one is said to begin with
 _HEADS = ("ForCausalLM", "LMHeadModel", "WithLMHead", "ForConditionalGeneration", "Decoder")
 # classes whose name is not that of their model_type
 _CLASSES = {
@@ -461,6 +462,19 @@ def named(name: str) -> str | None:
     people = {plain(one): each for each, calls in reversed(KNOWN_AS.items()) for one in _of(calls)}
     # a class is the name of a type; what people say is a model, whose text half is the row to show
     return (people | types if bare != name else types | people).get(plain(bare))
+
+
+def beginning(name: str) -> str | None:
+    """The longest name that people know a model by, or type of one, that this one begins with.
+
+    >>> beginning("Llama-4-Scout"), beginning("Qwen3.5-35B-A3B"), beginning("unheard-of")
+    ('llama4', 'qwen3_5_text', None)
+    """
+    mine = plain(name)
+    calls = {plain(one): one for known in KNOWN_AS.values() for one in _of(known)}
+    found = [each for each in {**calls, **{plain(x): x for x in names()}} if mine.startswith(each)]
+    longest = max((each for each in found if len(each) >= SHORTEST), key=len, default=None)
+    return None if longest is None else named(longest)
 
 
 def also_known_so(name: str) -> list[str]:

@@ -100,7 +100,7 @@ def read(
             f"{'episodes' if kind == 'episodes' else 'a file'} has no options, but there are"
             f" {', '.join(options)}",
             where="data.options",
-            fix="Remove them.",
+            fix="Remove them; those of a recipe with data.options={}.",
         )
     path = Path(source).expanduser()
     if kind == FOLDER:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,9 +91,12 @@ async def _score_rows(
             scores[reward.name][kind] = mean = sum(scored) / len(scored) if scored else None
             totals[kind] += config.rewards[i].weight * (mean or 0.0)
             if kind == "gold" and len(scored) < len(values):
+                at = values.index(None)
                 report.warn(
                     key,
-                    f"could not score {len(values) - len(scored)} of {len(values)} gold answers.",
+                    f"could not score {len(values) - len(scored)} of {len(values)} gold answers;"
+                    f" the first is {reprlib.repr(texts[at])} of {rows[at].where}.",
+                    "Their rows will be unscored in training too: repair or remove them.",
                 )
     # nothing that counts was left out
     known = all(cfg.name not in UNTRIED for cfg in config.rewards if cfg.weight)

@@ -63,19 +63,19 @@ def gpu_counts(text: str) -> list[int]:
     >>> gpu_counts("8..64"), gpu_counts("8,24"), gpu_counts("16")
     ([8, 16, 32, 64], [8, 24], [16])
     """
+    fix = "Give a list or a span: 8,24,64 or 8..1024."
     if span := re.fullmatch(r"(\d+)\.\.(\d+)", text):
         low = int(span[1])
         high = int(span[2])
-        counts = [low * 2**i for i in range(32) if low * 2**i <= high] if low else []
+        if low > high:
+            raise InputError(f"the span {text} ends before it begins.", where="--gpus", fix=fix)
+        parts = [str(low * 2**i) for i in range(32) if low * 2**i <= high] if low else ["0"]
     else:
-        counts = [int(part) for part in text.split(",") if part.strip().isdigit()]
-    if not counts or min(counts) < 1:
-        raise InputError(
-            f"{text!r} is not a number of GPUs.",
-            where="--gpus",
-            fix="Give a list or a span: 8,24,64 or 8..1024.",
-        )
-    return counts
+        parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not part.isdecimal() or int(part) < 1:
+            raise InputError(f"{part!r} is not a number of GPUs.", where="--gpus", fix=fix)
+    return [int(part) for part in parts]
 
 
 def facts_of(cfg: Config) -> ModelFacts:

@@ -169,14 +169,14 @@ class FunctionReward:
 def lacks(
     reward: FunctionReward, missing: Iterable[str], columns: Iterable[str], row: str = ""
 ) -> InputError:
-    """A reward needs columns that are not there."""
-    which = f"row {row}" if row else "the rows"
+    """A reward needs columns that are not there: in one `row` (where it is), or in all."""
+    which = row or "the rows"
     have = "does not have" if row else "do not have"
     return InputError(
         f"reward {reward.name} needs {', '.join(sorted(missing))}, which {which} {have} (columns:"
         f" {', '.join(sorted(columns))}).",
         where="rewards",
-        fix=_how_called(columns) if reward.reads_nothing else _how_mapped(),
+        fix=_how_called(columns) if reward.reads_nothing else _how_mapped(bool(row)),
     )
 
 
@@ -188,9 +188,11 @@ def _how_called(columns: Iterable[str]) -> str:
     )
 
 
-def _how_mapped() -> str:
+def _how_mapped(one: bool) -> str:
+    """`one`: it is missing in one row."""
     return (
-        "Map a column with data.columns, or give it as rewards.options;"
+        f"{'Mend the row, or map' if one else 'Map'} a column with data.columns, or give it as"
+        " rewards.options;"
         f" {' and '.join(ALWAYS)} are always there."
     )
 
@@ -220,7 +222,7 @@ def check_columns(
                 reward,
                 needed - first.columns.keys(),
                 first.columns,
-                "" if everywhere else repr(first.id),
+                "" if everywhere else first.where,
             )
 
 

@@ -309,7 +309,7 @@ def test_a_misspelt_key_of_a_domain_is_found(models: dict[str, str], tmp_path: P
 
 
 def test_a_server_may_move_and_its_model_may_not_change() -> None:
-    assert allowed("teacher.server.url", "http://elsewhere/v1")
-    assert allowed("teacher.domains.math.server.api_key_env", "KEY")
-    assert not allowed("teacher.domains.math.server.model", "another")
-    assert not allowed("teacher.path", "another")
+    assert allowed("teacher.server.url", "http://here/v1", "http://elsewhere/v1")
+    assert allowed("teacher.domains.math.server.api_key_env", None, "KEY")
+    assert not allowed("teacher.domains.math.server.model", "one", "another")
+    assert not allowed("teacher.path", "one", "another")

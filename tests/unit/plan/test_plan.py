@@ -597,7 +597,7 @@ def flat(completions): return [0.5 for _ in completions]
         ("empty", ["ZeroDivisionError", "empty completion"], []),
         ("short", ["returned 1 values for"], []),
         ("nan", ["nan"], []),
-        ("unsure", [], ["could not score 1 of 2 gold"]),
+        ("unsure", [], ["could not score 1 of 2 gold", "'38' of row", "two.jsonl:2"]),
         ("flat", [], ["gold answers score 0.5", "empty completions 0.5"]),
     ],
 )
@@ -703,7 +703,7 @@ def test_columns_that_rewards_ask_for_are_looked_for_before_the_model(
         [{"prompt": f"{i}", **({} if i == 7 else {"answer": "1"})} for i in range(10)],
     )
     [error] = run_checks(make(model, some, tmp_path, "data.eval.size=0")).errors
-    assert re.search(r"which row '\S+' does not have", error)
+    assert re.search(r"which row \S+ \(.*some\.jsonl:8\) does not have", error), error
     assert run_checks(
         make(model, some, tmp_path, "data.eval.size=0", "rollout.on_reward_error=unscored")
     ).ok

@@ -36,7 +36,7 @@ from reinforge.cluster.scaling import (
 from reinforge.config.load import load_config
 from reinforge.core.errors import InputError
 from reinforge.core.model_facts import ModelFacts
-from reinforge.plan.simulate import measured_of, plan_cluster, spread
+from reinforge.plan.simulate import gpu_counts, measured_of, plan_cluster, spread
 
 SMALL = ModelFacts(32, 4096, 14336, 32, 8, 128, 128256, False, compiled=True)
 WORK = StepWork(2048, 128, 1000, group=16)
@@ -335,3 +335,20 @@ def test_published_step_times() -> None:
         assert all(
             line in page for line in made["table"](rows).splitlines() if line.startswith("| ")
         ), "run benchmarks/published_steps.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("8,abc", "'abc' is not a number"),
+        ("8,16x", "'16x' is not a number"),
+        ("8,0,16", "'0' is not a number"),
+        ("", "'' is not a number"),
+        ("0..8", "'0' is not a number"),
+        ("64..8", r"the span 64\.\.8 ends before it begins"),
+    ],
+)
+def test_what_is_no_number_of_gpus_is_named(text: str, error: str) -> None:
+    with pytest.raises(InputError, match=f"--gpus: {error}.*8,24,64 or 8"):
+        gpu_counts(text)
+    assert gpu_counts("8, 24") == [8, 24] and gpu_counts("5..21") == [5, 10, 20]

@@ -328,7 +328,7 @@ def how_many(size: int | None, kind: str) -> int:
     gpus = torch.cuda.device_count() if kind == "cuda" else 0
     if size is None and kind != "cuda":
         raise InputError(
-            "how many processes are to train on the CPU is not said.",
+            "without GPUs there is no telling how many processes are to train.",
             where="train.ranks",
             fix="Set it, e.g. train.ranks=2.",
         )
