@@ -200,7 +200,9 @@ def test_tinker_class_speaks_tokens(tmp_path: Path) -> None:
     episode = asyncio.run(player.play(Row("0", "x"), RolloutContext("g"), "g#0", Sampling(8, 1.0)))
     assert episode.failed is None and episode.turns == 3
     assert [t.tokens for t in episode.tracks] == [[10, 11, 1, 2, 7, 7, 3], [5, 6, 4]]
-    assert [[v >= 0 for v in t.versions] for t in episode.tracks] == [
+    rows = [t.sample("g#0", group="g", episode="g#0") for t in episode.tracks]
+    assert [row.trained.tolist() for row in rows] == [(row.versions >= 0).tolist() for row in rows]
+    assert [row.trained.tolist() for row in rows] == [
         [False, False, True, True, False, False, True],
         [False, False, True],
     ]
