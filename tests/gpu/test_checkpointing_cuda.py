@@ -45,7 +45,7 @@ def passed(how: Checkpointing) -> tuple[list[torch.Tensor], int]:
     return grads, torch.cuda.max_memory_allocated() - before
 
 
-def test_the_same_gradients_in_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_gradients_in_less_memory() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         expected, whole = passed(True)

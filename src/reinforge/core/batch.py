@@ -1,7 +1,7 @@
 """A `Batch` is samples packed end to end: [N] tokens, no padding.
 
 Packing lives here because every floor above reads it. It is done in numpy: for some thousands of
-numbers torch wakes threads, which on cores that others use takes ten times as long.
+numbers torch wakes threads, which on cores that others use takes several times as long.
 
 The tokens lie in segments. Without sharing a segment is a sample; with it, the prompt of a group is
 one segment that the answers of the group continue, so that it is computed once.
