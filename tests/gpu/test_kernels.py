@@ -294,20 +294,6 @@ def test_add_norm(parts: int) -> None:
     torch.testing.assert_close(x.double().cpu(), plain, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("rows", "outer", "rank"), [(3, 40, 4), (20, 200, 16)])
-def test_add_low_rank(rows: int, outer: int, rank: int) -> None:
-    from reinforge.models.kernels import layer
-
-    torch.manual_seed(6)
-    joint = torch.randn(rows, outer + 30, device=DEVICE)
-    before = joint.double().cpu()
-    narrow = torch.randn(rows, rank, device=DEVICE)
-    up = torch.randn(outer, rank, device=DEVICE)
-    layer.add_low_rank(joint[:, 10 : 10 + outer], narrow, up, 0.5)
-    before[:, 10 : 10 + outer] += 0.5 * narrow.double().cpu() @ up.double().cpu().t()
-    torch.testing.assert_close(joint.double().cpu(), before, atol=1e-5, rtol=1e-5)
-
-
 def test_head_norm_and_silu_mul() -> None:
     from reinforge.models import decode_ops
     from reinforge.models.kernels import layer

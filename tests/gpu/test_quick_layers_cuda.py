@@ -15,15 +15,9 @@ from reinforge.core.batch import Batch
 from reinforge.core.sample import Sample
 from reinforge.models import norms
 from reinforge.models.causal import CausalModel
+from reinforge.models.gates import gated, joint_gate, kernel_gate
 from reinforge.models.joint_linear import JointWeights
-from reinforge.models.quick_mlp import (
-    QuickMlp,
-    gated,
-    gated_linear,
-    is_gated,
-    joint_gate,
-    kernel_gate,
-)
+from reinforge.models.quick_mlp import QuickMlp, gated_linear, is_gated
 from reinforge.models.quick_norm import QuickNorm, kernel_norm
 from reinforge.models.quick_rope import is_usual, kernel_rope, rotated
 

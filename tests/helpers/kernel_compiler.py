@@ -96,7 +96,6 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
         into = Fp8Rows.empty(*x.shape, x.device)
         layer.add_norm(x, None, x[0], 1e-6, into)
         fp8.quantise_rows(x, into.values, into.scale)
-        layer.add_low_rank(x, torch.zeros(rows, 16), torch.zeros(width, 16), 2.0)
         q, k = (torch.zeros(rows, n, size, dtype=half) for n in (heads, kv_heads))
         layer.head_norm(q, x[0, :size], 1e-6)
         cache = torch.zeros(4, GPU_BLOCK, kv_heads, size, dtype=half)
@@ -148,6 +147,26 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
         draw.advance(cached, cached, cached, cached, cached, done, tables[:, :3].contiguous())
         for logits in (torch.zeros(rows, 151936, dtype=half), torch.zeros(rows, 151936)):
             draw.draw(logits, torch.zeros(rows), cached, cached, softcap=30.0)
+
+
+def compile_low_rank_kernels(compiler: KernelCompiler) -> None:
+    """For families of three adapters, two and one."""
+    from reinforge.models.kernels import low_rank
+    from reinforge.models.projections import Adapter
+
+    def family(count: int, width: int, rank: int) -> list[Adapter]:
+        return [
+            Adapter(torch.zeros(rank, width), torch.zeros(width, rank), 2.0, i * width)
+            for i in range(count)
+        ]
+
+    for rows, width, rank, count in ((4, 3584, 16, 3), (256, 3584, 16, 1), (320, 896, 64, 1)):
+        x = torch.zeros(rows, width, dtype=torch.bfloat16)
+        some = family(count, width, rank)
+        low_rank.add(torch.zeros(rows, count * width, dtype=x.dtype), x, some)
+        low_rank.gated(torch.zeros(rows, 2 * width, dtype=x.dtype), x, family(2, width, rank))
+    low_rank.add(torch.zeros(rows, width), x, some)
+    low_rank.gated(torch.zeros(rows, 2 * width, dtype=x.dtype), x, some)
 
 
 def compile_exact_kernels(compiler: KernelCompiler) -> None:
@@ -203,6 +222,7 @@ def compile_training_kernels(compiler: KernelCompiler) -> None:
 def main() -> None:
     compiler = KernelCompiler()
     compile_decode_kernels(compiler)
+    compile_low_rank_kernels(compiler)
     compile_exact_kernels(compiler)
     compile_training_kernels(compiler)
     largest = max(compiler.compiled.values())

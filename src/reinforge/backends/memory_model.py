@@ -38,11 +38,10 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 SPLIT = 2 + 1 / 8
 # layers' inputs that are on the device at once where the others wait in host memory
 HERE = 3
-# tokens per micro-batch; past FAR_ENOUGH more is not faster
+# tokens per micro-batch
 CPU_BUDGET = 4096
 LEAST = 1024
 MOST = 131072
-FAR_ENOUGH = 20480
 
 
 def weight_bytes(f: ModelFacts) -> int:
@@ -175,7 +174,8 @@ def saved(f: ModelFacts) -> dict[str, int]:
     silu keeps gate, the product keeps silu(gate) and up. Compiled, or with a kernel for norms and
     one for gates: what is elementwise is computed again; left are the inputs of matrices, of norms,
     of gates and of attention. Adapters keep the inputs of the matrices, which the matrices share,
-    and what is between their two factors.
+    and what is between their two factors; with those kernels an MLP with adapters is one function,
+    which computes the input of its last matrix again (models/lora_linear.py).
     """
     b = f.itemsize
     h = f.hidden
@@ -185,10 +185,11 @@ def saved(f: ModelFacts) -> dict[str, int]:
     if is_fused(f) and f.gated:
         gate.pop("activated")
     if f.rank is not None:
-        inputs = {"norm_outputs": 2 * b * h, "product": b * inner}
+        again = is_fused(f) and f.gated and f.experts == 1  # what the last matrix of an MLP reads
         return {
             "norms": 2 * (b if is_fused(f) else FLOAT) * h,
-            **inputs,
+            "norm_outputs": 2 * b * h,
+            **({} if again else {"product": b * inner}),
             "ranks": 2 * b * f.rank * len(f.linears()),
             **attention,
             **gate,
@@ -255,7 +256,16 @@ def backward_bytes(f: ModelFacts) -> int:
     the MLP: of gate and up, while what `saved` lists of it is there too.
     """
     work = 0 if f.state is None else FLOAT * f.state.work
-    return max(f.itemsize * (2 * f.wide + 4 * f.hidden), work)
+    # an MLP with adapters has what its last matrix reads, and the gradient of that, once more
+    wide = 4 if f.rank is not None and "product" not in saved(f) else 2
+    return max(f.itemsize * (wide * f.wide + 4 * f.hidden), work)
+
+
+def far_enough(f: ModelFacts) -> int:
+    """Tokens per micro-batch past which more is not faster: wide matrices keep a GPU busy with
+    fewer.
+    """
+    return 19456 if f.hidden < 3072 else 10240
 
 
 def tiled_bytes(f: ModelFacts, tokens: int) -> tuple[int, int]:
@@ -299,12 +309,13 @@ def kv_pool(
     max_batch: int,
     longest: int,
     *,
+    at_once: int | None = None,
     share: DeviceShare | None = None,
     kv_gib: float | None = None,
     fp8: bool = False,
 ) -> CachePool:
     """What the native engine takes for its cache on a GPU where `free` are free, or on a CPU
-    (None).
+    (None). `at_once`: see `pool_size`.
     """
     block = block_tokens("cpu" if free is None else "cuda")
     unit = kv_token_bytes(f, fp8) * block
@@ -315,6 +326,7 @@ def kv_pool(
         room,
         rows=max_batch,
         longest=longest,
+        at_once=at_once,
         kv_gib=kv_gib,
         block=block,
     )
@@ -440,7 +452,7 @@ def budget(
 ) -> int:
     """Packed tokens per micro-batch that fit a GPU with `free` bytes left beside the weights: SHARE
     of what remains after the optimizer, gradients, copies and the head's chunk; a multiple of 1024.
-    Small models stop at FAR_ENOUGH unless a row is longer.
+    No more than are `far_enough`, unless a row is longer.
     """
     parts = training(f, MOST, reference=reference, critic=critic)
     left = (
@@ -451,7 +463,7 @@ def budget(
         - gathered_bytes(f)
     )
     fits = int(SHARE * left / (activation_bytes(f) + backward_bytes(f))) // 1024 * 1024
-    return max(LEAST, min(fits, MOST, max(FAR_ENOUGH, -(-longest // 1024) * 1024)))
+    return max(LEAST, min(fits, MOST, max(far_enough(f), -(-longest // 1024) * 1024)))
 
 
 def total(parts: dict[str, int]) -> int:

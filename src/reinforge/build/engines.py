@@ -14,7 +14,7 @@ from reinforge.build.served import setup_of, trainer_score
 from reinforge.build.shared_gpus import SharedGpus
 from reinforge.cluster.data_parallel import DataParallelEngine
 from reinforge.config.rollout import SpeculationConfig
-from reinforge.config.rules.facts import opposed
+from reinforge.config.rules.facts import at_once, opposed
 from reinforge.core.engine import Engine
 from reinforge.core.kv_pool import DeviceShare
 from reinforge.engines.native import NativeEngine
@@ -39,6 +39,7 @@ def native_engine(
         kv_gib=rollout.kv_gib,
         context=inputs.context,
         longest=inputs.longest,
+        at_once=at_once(inputs.cfg),
         share=device_share(inputs, model, ranks),
         prefix_cache=rollout.prefix_cache,
         speculation=_speculation(rollout.speculation),

@@ -16,7 +16,7 @@ from reinforge.backends import memory_model, roofline
 from reinforge.backends.memory_model import GIB, CachePool
 from reinforge.backends.roofline import Machine, StepWork
 from reinforge.cluster.placement import plan, teacher_role
-from reinforge.config.rules.facts import opposed
+from reinforge.config.rules.facts import at_once, opposed
 from reinforge.config.rules.generators import on_all_ranks
 from reinforge.config.schema import Config
 from reinforge.config.server_devices import stays_awake
@@ -302,6 +302,7 @@ def _cache(
         None if machine.kind == "cpu" else usable - held,
         cfg.rollout.max_batch,
         longest,
+        at_once=at_once(cfg),
         share=DeviceShare(engines=2 if opposed(cfg) else 1),
         kv_gib=cfg.rollout.kv_gib,
         fp8=fp8,
@@ -310,7 +311,7 @@ def _cache(
     return _CachePrediction(
         pool,
         longest=longest,
-        rows=cfg.rollout.max_batch,
+        rows=at_once(cfg),
         stays=machine.kind == "cpu"
         or stays(pool.bytes + parts["generate"]["fp8"], machine.memory, beside),
     )

@@ -99,12 +99,14 @@ def pool_size(
     *,
     rows: int,
     longest: int | None,
+    at_once: int | None = None,
     ahead: int = BLOCK,
     kv_gib: float | None = None,
     block: int = BLOCK,
 ) -> tuple[int, int]:
     """Blocks, and slots of state, of a cache with this room, or with what is configured. A sequence
     that has a slot has blocks for `longest` tokens too, or, where that is not known, for `ahead`.
+    `at_once`: of `rows` sequences, those that are expected to be there together.
     """
     if kv_gib is not None:
         room = int(kv_gib * 2**30)
@@ -114,7 +116,7 @@ def pool_size(
     blocks = pool_blocks(
         block_bytes,
         room,
-        rows=slots or rows,
+        rows=min(slots or rows, at_once or rows),
         longest=longest,
         kv_gib=None if kv_gib is None else max(room, 0) / 2**30,
         block=block,

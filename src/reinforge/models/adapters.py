@@ -22,7 +22,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reinforge.config.adapter import AdapterConfig
@@ -30,6 +29,7 @@ from reinforge.core.errors import InputError, said_by
 from reinforge.models.adapter_dropout import add_dropout
 from reinforge.models.expert_adapters import unwrapped
 from reinforge.models.experts import computes, experts_forward
+from reinforge.models.lora_linear import LeanLora, join_adapters
 
 LOG = logging.getLogger("reinforge")
 _NEW = "_begins_as_its_base"  # on a wrapped module: its adapter adds nothing before the first step
@@ -380,29 +380,8 @@ def make_lean(module: Any) -> None:
             and not any(layer.use_dora.values())
             and not any(layer.lora_bias.values())
         ):
-            layer.forward = _LeanLora(layer, layer.forward).forward
-
-
-class _LeanLora:
-    """y = base(x) + s B A dropout(x), and peft's own way whenever there is anything else about it
-    (several adapters, merged, a mixed batch).
-    """
-
-    def __init__(self, layer: Any, usual: Any):
-        self.layer = layer
-        self.usual = usual
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        layer = self.layer
-        if layer.disable_adapters and not layer.merged:
-            return layer.base_layer(x, *args, **kwargs)
-        if layer.merged or len(layer.active_adapters) != 1 or kwargs:
-            return self.usual(x, *args, **kwargs)
-        name = layer.active_adapters[0]
-        down = layer.lora_A[name].weight.to(x.dtype)
-        up = layer.lora_B[name].weight.to(x.dtype)
-        narrow = F.linear(layer.lora_dropout[name](x), down)
-        return layer.base_layer(x, *args) + F.linear(narrow, up) * layer.scaling[name]
+            layer.forward = LeanLora(layer, layer.forward).forward
+    join_adapters(module)
 
 
 class _LeanExperts:

@@ -7,9 +7,9 @@ Legend: B sequences, E hidden size, H query heads, D head size, N outputs and K 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ from reinforge.models.fp8 import Fp8Rows
 from reinforge.models.fp8_layers import copy_of
 from reinforge.models.fused_linear import joint_weight
 from reinforge.models.norms import rms_norm
+from reinforge.models.projections import Projection, adapters_of
 
 
 class DecodeOps(Protocol):
@@ -42,20 +43,6 @@ class DecodeOps(Protocol):
     ) -> Tensor: ...
 
     def add_product(self, x: Tensor, inner: Tensor, part: Projection) -> Tensor | None: ...
-
-
-@dataclass(slots=True)
-class Projection:
-    """A linear layer, and the low-rank product that an adapter adds to it: scale·up(down(x))."""
-
-    linear: nn.Linear
-    down: nn.Linear | None = None
-    up: nn.Linear | None = None
-    scale: float = 1.0
-
-    @property
-    def size(self) -> int:
-        return self.linear.out_features
 
 
 def _kernels(x: Tensor) -> Any:
@@ -100,50 +87,58 @@ def silu_mul(x: Tensor) -> Tensor:
 
 def add_low_rank(y: Tensor, x: Tensor, parts: Sequence[Projection]) -> Tensor:
     """What the adapters of these projections add to their outputs y [B, N] side by side, in place.
-    Computed in the precision of the adapter, as peft does.
+    Their matrices and the product between them are in the precision of x, as in training; the sum
+    is rounded once.
     """
-    first = 0
-    for part in parts:
-        if part.down is not None and part.up is not None:
-            narrow = F.linear(x.to(part.down.weight.dtype), part.down.weight)
-            piece = y[:, first : first + part.size]
-            if kernels := _kernels(x):
-                kernels.add_low_rank(piece, narrow, part.up.weight, part.scale)
-            else:
-                piece.copy_(piece + F.linear(narrow, part.up.weight) * part.scale)
-        first += part.size
+    adapters = adapters_of(parts)
+    if not adapters:
+        return y
+    if _kernels(x):
+        from reinforge.models.kernels import low_rank
+
+        low_rank.add(y, x, adapters)
+        return y
+    wide = torch.promote_types(x.dtype, torch.float32)
+    for down, up, scale, first in adapters:
+        narrow = F.linear(x, down.to(x.dtype))
+        piece = y[:, first : first + len(up)]
+        piece.copy_(piece + F.linear(narrow.to(wide), up.to(x.dtype).to(wide)) * scale)
     return y
-
-
-def is_plain(parts: Sequence[Projection]) -> bool:
-    return all(part.up is None for part in parts)
 
 
 def product(x: Tensor, parts: Sequence[Projection], rows: Fp8Rows | None = None) -> Tensor:
     """x [B, K] through projections that read the same input, their outputs side by side. `rows`: x
     in FP8, where somebody has it already.
     """
+    return add_low_rank(_joint_product(x, parts, rows), x, parts)
+
+
+def _joint_product(x: Tensor, parts: Sequence[Projection], rows: Fp8Rows | None) -> Tensor:
+    """`product` without what adapters add."""
     linears = [part.linear for part in parts]
     kernels = _kernels(x)
     if copy := copy_of(linears):
         if rows is None:
             rows = Fp8Rows.of(x)
         if kernels and len(x) <= kernels.FP8_ROWS:
-            y = kernels.few_rows(rows, copy.rows, copy.bias, dtype=x.dtype)
-        else:
-            y = fp8.product(rows, copy.rows, copy.bias, x.dtype)
-        return add_low_rank(y, x, parts)
+            return kernels.few_rows(rows, copy.rows, copy.bias, dtype=x.dtype)
+        return fp8.product(rows, copy.rows, copy.bias, x.dtype)
     weight, bias = joint_weight(linears)
     if kernels and len(x) <= kernels.FEW_ROWS:
-        return add_low_rank(kernels.few_rows(x, weight, bias), x, parts)
-    return add_low_rank(F.linear(x, weight, bias), x, parts)
+        return kernels.few_rows(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def gated_product(x: Tensor, parts: Sequence[Projection], rows: Fp8Rows | None = None) -> Tensor:
     """silu(first projection)·(second projection) of x [B, K]; `rows`: see `product`."""
     kernels = _kernels(x)
     linears = [part.linear for part in parts]
-    if kernels and is_plain(parts) and linears[0].bias is None:
+    adapters = adapters_of(parts)
+    if kernels and adapters:
+        from reinforge.models.kernels import low_rank
+
+        return low_rank.gated(_joint_product(x, parts, rows), x, adapters)
+    if kernels and linears[0].bias is None:
         copy = copy_of(linears)
         if copy is not None and len(x) <= kernels.FP8_ROWS:
             rows = Fp8Rows.of(x) if rows is None else rows
@@ -157,11 +152,21 @@ def add_product(x: Tensor, inner: Tensor, part: Projection) -> Tensor:
     """A projection of `inner` [B, K] that belongs to x [B, N]: what the next `add_norm` is to add,
     [B, N], or [parts, B, N] to be summed.
     """
+    summands = _summands(inner, part.linear)
+    if summands is None:
+        return product(inner, [part])
+    add_low_rank(summands[0], inner, [part])
+    return summands
+
+
+def _summands(x: Tensor, linear: nn.Linear) -> Tensor | None:
+    """[parts, B, N] in float32, whose sum is the product of x [B, K]; None: quicker at once."""
     kernels = _kernels(x)
-    if kernels and is_plain([part]) and part.linear.bias is None:
-        copy = copy_of([part.linear])
-        if copy is not None and len(x) <= kernels.FP8_PART_ROWS:
-            return kernels.few_rows(Fp8Rows.of(inner), copy.rows, parts=True)
-        if copy is None and len(x) <= kernels.PART_ROWS:
-            return kernels.few_rows(inner, part.linear.weight, parts=True)
-    return product(inner, [part])
+    if not kernels or linear.bias is not None:
+        return None
+    copy = copy_of([linear])
+    if copy is not None and len(x) <= kernels.FP8_PART_ROWS:
+        return kernels.few_rows(Fp8Rows.of(x), copy.rows, parts=True)
+    if copy is None and len(x) <= kernels.PART_ROWS:
+        return kernels.few_rows(x, linear.weight, parts=True)
+    return None

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reinforge.models.decode_ops import Projection, silu_mul
+from reinforge.models.decode_ops import silu_mul
 from reinforge.models.exact_norm import scaled_norm
 from reinforge.models.fp8 import Fp8Rows
 from reinforge.models.fused_linear import joint_weight
+from reinforge.models.projections import Projection
 
 
 def add_norm(

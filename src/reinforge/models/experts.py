@@ -30,7 +30,7 @@ from reinforge.models.attention import HAS_TRITON
 from reinforge.models.decoding import is_decoding
 from reinforge.models.exact import RowWiseMode
 from reinforge.models.expert_adapters import LowRank, LowRanks
-from reinforge.models.quick_mlp import joint_gate
+from reinforge.models.gates import joint_gate
 from reinforge.models.quick_norm import takes_kernel
 
 NAME = "reinforge"

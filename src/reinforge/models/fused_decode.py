@@ -27,7 +27,7 @@ from reinforge.models import decode_ops, exact_ops, fp8_layers
 from reinforge.models.attention import KVCache, KVShape, PagedLayout, PrefillLayout
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.causal import CausalModel
-from reinforge.models.decode_ops import DecodeOps, Projection
+from reinforge.models.decode_ops import DecodeOps
 from reinforge.models.decoding import decoding
 from reinforge.models.exact import RowWiseMode
 from reinforge.models.exact_attention import ExactPaged
@@ -36,6 +36,7 @@ from reinforge.models.fp8_layers import copy_of
 from reinforge.models.fused_experts import FusedExperts
 from reinforge.models.fused_linear import separate
 from reinforge.models.mixture import ModelMixture
+from reinforge.models.projections import Projection
 from reinforge.models.routing import Replay, Routers, holds_experts, release
 
 # ---- a layer ----

@@ -31,20 +31,49 @@ FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 LARGEST = 2**25
 
 
-class FusedLinear:
-    """A family of linear layers. The first computes for all; the others pick up what is theirs if
-    they are asked about the very same input. `replace_linears` and `join` make one per family.
+class JointOutputs(ABC):
+    """What layers that read the same input hand out. The first computes for all; the others pick up
+    what is theirs if they are asked about the very same input.
     """
 
+    def __init__(self, sizes: Sequence[int]):
+        self.sizes = list(sizes)  # outputs of each
+        # the input that was multiplied, and what the layers get of the product
+        self.kept: tuple[Tensor, Sequence[Tensor]] | None = None
+
+    @abstractmethod
+    def product(self, x: Tensor) -> Tensor | None:
+        """The outputs side by side; None: each layer computes for itself."""
+
+    def piece(self, index: int, input: Tensor) -> Tensor | None:
+        """What the layer of this index hands out; None: it computes for itself."""
+        if index == 0:
+            whole = self.product(input)
+            self.kept = None
+            if whole is None:
+                return None
+            # a layer may change its own in place: nobody sees the whole again
+            pieces = whole.unsafe_split_with_sizes(self.sizes, -1)
+            self.kept = (input, pieces)
+            return pieces[0]
+        kept = self.kept  # once: another thread may compute with this layer
+        if kept is None or kept[0] is not input:
+            return None
+        if index == len(self.sizes) - 1:
+            self.kept = None
+        return kept[1][index]
+
+
+class FusedLinear(JointOutputs):
+    """A family of linear layers. `replace_linears` and `join` make one per family."""
+
     def __init__(self, layers: Sequence[nn.Linear]):
+        super().__init__([layer.out_features for layer in layers])
         self.layers = list(layers)
-        self.sizes = [layer.out_features for layer in layers]
         self.small = sum(self.sizes) * layers[0].in_features <= LARGEST
         # what the layers' own are views of; None: they lie apart
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
-        # the input that was multiplied, and what the layers get of the product
-        self.kept: tuple[Tensor, Sequence[Tensor]] | None = None
         for i, layer in enumerate(layers):
             layer.forward = FusedPart(self, layer, i).forward  # type: ignore[method-assign]
 
@@ -59,8 +88,7 @@ class FusedLinear:
                 layer.bias.data = numbers
 
     def product(self, x: Tensor) -> Tensor | None:
-        """The outputs side by side; None: each layer computes for itself."""
-        if _is_pass(x, self.layers[0]):
+        if is_pass(x, self.layers[0]):
             weights = self.weights(x)
             return None if weights is None else joint_linear(weights, x)
         if torch.is_grad_enabled() or self.weight is None:
@@ -74,14 +102,14 @@ class FusedLinear:
         kind = type(weights[0])
         if not self.small or any(type(w) is not kind or w.dtype != x.dtype for w in weights):
             return None
-        if any(_hooked(layer) for layer in layers):  # they may bring the weights
+        if any(is_hooked(layer) for layer in layers):  # they may bring the weights
             return None
         biases: list[Tensor] = []
         if layers[0].bias is not None:
             biases = [layer.bias for layer in layers]
-        return JointWeights(weights, biases, self.sizes, self._whole(weights))
+        return JointWeights(weights, biases, self.sizes, self.whole(weights))
 
-    def _whole(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor | None] | None:
+    def whole(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor | None] | None:
         """The joint weight and bias, if they are still those of the layers."""
         if self.weight is None:
             return None
@@ -93,7 +121,7 @@ class FusedLinear:
         return self.weight, self.bias
 
 
-def _is_pass(x: Tensor, layer: nn.Linear) -> bool:
+def is_pass(x: Tensor, layer: nn.Linear) -> bool:
     """Whether x goes through training or scoring on a GPU in 16 bits."""
     return takes_kernel(x, layer.weight) and not is_decoding()
 
@@ -109,25 +137,8 @@ class FusedPart:
         self.index = index
 
     def forward(self, input: Tensor) -> Tensor:
-        joint = self.joint
-        if self.index == 0:
-            whole = joint.product(input)
-            joint.kept = None
-            if whole is None:
-                return self._alone(input)
-            # a layer may change its own in place: nobody sees the whole again
-            pieces = whole.unsafe_split_with_sizes(joint.sizes, -1)
-            joint.kept = (input, pieces)
-            return pieces[0]
-        kept = joint.kept  # once: another thread may compute with this layer
-        if kept is None or kept[0] is not input:
-            return self._alone(input)
-        if self.index == len(joint.sizes) - 1:
-            joint.kept = None
-        return kept[1][self.index]
-
-    def _alone(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.layer.weight, self.layer.bias)
+        piece = self.joint.piece(self.index, input)
+        return F.linear(input, self.layer.weight, self.layer.bias) if piece is None else piece
 
 
 class OtherForward(ABC):
@@ -193,7 +204,23 @@ def joint_weights(layers: Sequence[nn.Module], x: Tensor) -> JointWeights | None
     joint = part.joint
     if any(a is not b for a, b in zip_longest(joint.layers, layers)):
         return None
-    return joint.weights(x) if _is_pass(x, joint.layers[0]) else None
+    return joint.weights(x) if is_pass(x, joint.layers[0]) else None
+
+
+def computes_plainly(layer: nn.Module) -> bool:
+    """Whether what a linear layer computes now is its product, and nobody else is to know."""
+    part = _owner(layer)
+    if is_hooked(layer) or (isinstance(part, OtherForward) and not part.steps_aside):
+        return False
+    return "forward" not in vars(layer) or isinstance(part, OtherForward | FusedPart)
+
+
+def whole(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:
+    """The joint weight and bias of a family, if its layers lie in one tensor."""
+    part = fused_part(layers[0])
+    if part is None or any(a is not b for a, b in zip_longest(part.joint.layers, layers)):
+        return None
+    return part.joint.whole([layer.weight for layer in layers])
 
 
 def joint_weight(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -244,11 +271,12 @@ def _alike(layers: Sequence[nn.Linear]) -> bool:
         for p in layers
     }
     return len(facts) == 1 and all(
-        type(p.weight) is nn.Parameter and not _hooked(p) for p in layers
+        type(p.weight) is nn.Parameter and not is_hooked(p) for p in layers
     )
 
 
-def _hooked(layer: nn.Module) -> bool:
+def is_hooked(layer: nn.Module) -> bool:
+    """Whether somebody else is to know when it computes."""
     return bool(
         layer._forward_hooks
         or layer._forward_pre_hooks

@@ -1,6 +1,6 @@
 """Gated MLPs on a GPU: gate and up as one product where they can be one (`models.fused_linear`),
-silu(gate)·up as one kernel instead of two, with one for its gradients instead of four, which keeps
-gate and up alone.
+silu(gate)·up as one kernel (`models.gates`), and all of an MLP with adapters as one function
+(`models.lora_linear`).
 """
 
 from __future__ import annotations
@@ -9,58 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reinforge.models.attention import HAS_TRITON
 from reinforge.models.fused_linear import joint_weights
+from reinforge.models.gates import gated, gated_halves, halves_backward, kernel_gate
 from reinforge.models.joint_linear import JointWeights, gradients, multiply, what_is_kept
+from reinforge.models.lora_linear import lora_linears, lora_mlp, matrices
 from reinforge.models.quick_norm import takes_kernel
 from reinforge.models.tiled_mlp import tiled
 
 PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
-
-
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """As transformers computes it."""
-    return F.silu(gate) * up
-
-
-class _KernelGate(torch.autograd.Function):
-    """`gated`, of which gate and up are kept."""
-
-    @staticmethod
-    def forward(ctx, gate, up):  # type: ignore[no-untyped-def]
-        from reinforge.models.kernels import gate as kernels
-
-        gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        return kernels.silu_mul(gate.view(1, -1), up.view(1, -1)).view(gate.shape)
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        from reinforge.models.kernels import gate as kernels
-
-        gate, up = ctx.saved_tensors
-        grads = torch.empty_like(gate), torch.empty_like(up)
-        given = [x.view(1, -1) for x in (gate, up, dy.contiguous(), *grads)]
-        kernels.silu_mul_backward(*given)  # type: ignore[call-arg]
-        return grads
-
-
-class _JointGate(torch.autograd.Function):
-    """`gated` of the two halves of rows."""
-
-    @staticmethod
-    def forward(ctx, x):  # type: ignore[no-untyped-def]
-        x = x.contiguous()
-        ctx.save_for_backward(x)
-        return _gated_halves(x)
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        (x,) = ctx.saved_tensors
-        return _halves_backward(x, dy)
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -70,40 +29,13 @@ class _GatedLinear(torch.autograd.Function):
     def forward(ctx, joint, x, *parameters):  # type: ignore[no-untyped-def]
         both = multiply(joint, x)
         ctx.save_for_backward(both, *what_is_kept(ctx, joint, x))
-        return _gated_halves(both.flatten(0, -2)).view(*x.shape[:-1], joint.sizes[0])
+        return gated_halves(both.flatten(0, -2)).view(*x.shape[:-1], joint.sizes[0])
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         both, *kept = ctx.saved_tensors
-        grad = _halves_backward(both.flatten(0, -2), dy.flatten(0, -2))
+        grad = halves_backward(both.flatten(0, -2), dy.flatten(0, -2))
         return gradients(ctx, grad.view(both.shape), *kept)
-
-
-def _gated_halves(x: Tensor) -> Tensor:
-    """[P, I] of x [P, 2 I]."""
-    from reinforge.models.kernels import gate as kernels
-
-    return kernels.silu_mul(*x.chunk(2, -1))
-
-
-def _halves_backward(x: Tensor, dy: Tensor) -> Tensor:
-    from reinforge.models.kernels import gate as kernels
-
-    dx = torch.empty_like(x)
-    kernels.silu_mul_backward(*x.chunk(2, -1), dy.contiguous(), *dx.chunk(2, -1))  # type: ignore[call-arg]
-    return dx
-
-
-def kernel_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """`gated`, with a gradient."""
-    out: Tensor = _KernelGate.apply(gate, up)
-    return out
-
-
-def joint_gate(x: Tensor) -> Tensor:
-    """`gated` of x [P, 2 I], gate before up, with a gradient."""
-    out: Tensor = _JointGate.apply(x)
-    return out
 
 
 def gated_linear(joint: JointWeights, x: Tensor) -> Tensor:
@@ -125,8 +57,19 @@ class QuickMlp:
         if not takes_kernel(x, x):
             out: Tensor = type(module).forward(module, x)
             return out
-        out = module.down_proj(self._inner(x))
+        found = self._adapted(x)
+        out = module.down_proj(self._inner(x)) if found is None else found
         return out
+
+    def _adapted(self, x: Tensor) -> Tensor | None:
+        """All of it, where each projection has an adapter; None: not here."""
+        module = self.module
+        wide, last = [module.gate_proj, module.up_proj], [module.down_proj]
+        of_wide = lora_linears(wide, x)
+        of_last = lora_linears(last, x)
+        if of_wide is None or of_last is None:
+            return None
+        return lora_mlp(of_wide, of_last, x, [*matrices(wide), *matrices(last)])
 
     def _inner(self, x: Tensor) -> Tensor:
         """[..., I] that the last projection reads."""

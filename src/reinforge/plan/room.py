@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from reinforge.build.predict import texts_together
+from reinforge.config.rules.facts import at_once
 from reinforge.plan.prediction import Expectation
 
 MOST_TOKENS = 1 << 20
@@ -66,7 +67,7 @@ def told(found: dict[str, Any], plan: Expectation) -> str:
         asked = plan.cfg.rollout.max_new_tokens
         said.append(f"answers of up to {found['new_tokens']:,} tokens ({asked:,} asked)")
     if "sequences_at_once" in found:
-        asked = plan.cfg.rollout.max_batch
+        asked = at_once(plan.cfg)
         said.append(
             f"{min(found['sequences_at_once'], asked):,} of {asked:,} sequences of full length at"
             " once"

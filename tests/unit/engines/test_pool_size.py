@@ -17,6 +17,7 @@ from helpers.toys import make_model, run, tokens_of
 from reinforge.build.engines import device_share
 from reinforge.build.inputs import ModelInputs
 from reinforge.checkpoint import store
+from reinforge.config.rules.facts import at_once
 from reinforge.config.schema import Config
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
@@ -274,3 +275,13 @@ def test_an_evaluation_gives_the_cache_back_to_supervised_training(
     )
     launch(cfg, eval_data=EVAL)
     assert slept == [1, 2] and any("eval/reward" in line for line in lines(cfg))
+
+
+def test_blocks_are_those_of_the_sequences_of_a_step(make: Callable[..., Config]) -> None:
+    asked = ["train.prompts_per_step=32", "algorithm.group_size=8"]
+    assert at_once(make("run", "grpo", *asked)) == 256
+    assert at_once(make("run", "grpo", *asked, "rollout.max_batch=100")) == 100
+    assert at_once(make("run", "grpo", *asked, "rollout.staleness=1")) == 512
+    assert at_once(make("run", "grpo", *asked, "sampling.over_provision=1.25")) == 320
+    for more in ("data.eval.size=4", "rollout.prefix_cache=true"):
+        assert at_once(make("run", "grpo", *asked, more)) == 512

@@ -13,17 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from helpers.passes import passed
-from helpers.toys import make_model, make_module, make_samples
-from reinforge.config.adapter import AdapterConfig
+from helpers.toys import make_model, make_samples
 from reinforge.core.batch import Batch
 from reinforge.models import fused_linear, quick_mlp
-from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.models.decoding import decoding
 from reinforge.models.fp8_layers import Fp8Layers
 from reinforge.models.fused_linear import FusedLinear, fused_part, join, replace_linears, separate
+from reinforge.models.gates import gated
 from reinforge.models.joint_linear import JointWeights, joint_linear
-from reinforge.models.quick_mlp import QuickMlp, gated
+from reinforge.models.quick_mlp import QuickMlp
 
 SIZES = (6, 2, 4)
 
@@ -163,26 +162,6 @@ def test_scoring_has_the_bits_of_training(monkeypatch: pytest.MonkeyPatch) -> No
         assert len(seen) == 8  # an engine has its own
 
 
-def test_adapters_of_joint_layers_have_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The frozen layers below them are a family; the adapters stay theirs."""
-
-    def adapted() -> CausalModel:
-        module = add_adapter(make_module("qwen2"), AdapterConfig(rank=2), seed=0)
-        with torch.no_grad():
-            for name, weight in module.named_parameters():
-                if "lora_B" in name:
-                    weight.normal_(generator=torch.Generator().manual_seed(len(name)))
-        return CausalModel(module)
-
-    want = passed(adapted())
-    model = adapted()
-    assert replace_linears(model.module) == 4
-    with as_on_a_gpu(monkeypatch) as seen:
-        found = passed(model)
-    same(found, want)
-    assert len(seen) == 4 and all("lora_" in name for name in found[1])
-
-
 def test_weights_that_were_replaced_are_the_ones_that_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -190,13 +169,13 @@ def test_weights_that_were_replaced_are_the_ones_that_count(
     join(model.module)
     for p in model.module.parameters():  # without a word to the joint tensor
         p.data = p.data * 1.1
-    assert joints(model)[0]._whole([layer.weight for layer in joints(model)[0].layers]) is None
+    assert joints(model)[0].whole([layer.weight for layer in joints(model)[0].layers]) is None
     with as_on_a_gpu(monkeypatch, on=False):
         want = passed(model)
     with as_on_a_gpu(monkeypatch):
         same(passed(model), want)
     assert separate(model.module) == 4 == join(model.module)
-    assert joints(model)[0]._whole([layer.weight for layer in joints(model)[0].layers]) is not None
+    assert joints(model)[0].whole([layer.weight for layer in joints(model)[0].layers]) is not None
 
 
 # ---- what the layers hand out ----

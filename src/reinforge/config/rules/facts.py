@@ -5,6 +5,8 @@ Asked by the rules; it looks at properties of the catalogue, never at an algorit
 
 from __future__ import annotations
 
+import math
+
 from reinforge.config.algorithm import ReferenceConfig
 from reinforge.config.sections import Sections
 
@@ -36,6 +38,19 @@ def opposed(config: Sections) -> bool:
 def samples(config: Sections) -> bool:
     """Whether the policy samples what it is trained on."""
     return config.algorithm.rl
+
+
+def at_once(config: Sections) -> int:
+    """Sequences that the native engine has blocks for: as many as a step samples, or all of
+    rollout.max_batch where more may come (held-out rows, benchmarks, conversations that go on).
+    """
+    rollout = config.rollout
+    evaluated = config.data.eval.source or config.data.eval.size or config.eval.benchmarks
+    if evaluated or rollout.prefix_cache or not samples(config):
+        return rollout.max_batch
+    prompts = math.ceil(config.train.prompts_per_step * config.sampling.over_provision - 1e-9)
+    ahead = 1 + rollout.staleness
+    return min(rollout.max_batch, prompts * config.algorithm.group_size * ahead)
 
 
 def best_tokens(config: Sections) -> bool:

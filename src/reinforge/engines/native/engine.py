@@ -97,6 +97,7 @@ class NativeEngine:
         kv_gib: float | None = None,
         context: int | None = None,
         longest: int | None = None,
+        at_once: int | None = None,
         share: DeviceShare | None = None,
         prefix_cache: bool = False,
         speculation: Speculation | None = None,
@@ -104,8 +105,9 @@ class NativeEngine:
         cache_precision: Precision = "model",
         routes: bool = False,
     ):
-        """`longest` is the longest sequence to expect, prompt and completion: with it the cache is
-        no larger than it needs to be. `share`: what it must leave of its GPU to others.
+        """`longest` is the longest sequence to expect, prompt and completion, and `at_once` how
+        many of `max_batch` to expect together: with them the cache is no larger than it needs to
+        be. `share`: what it must leave of its GPU to others.
         `prefix_cache`: what was computed under the same weights is found again, as when a
         conversation goes on. `speculation`: when a step verifies drafts. `precision`: of the
         products of the decoder layers; `cache_precision`: of keys and values. `routes`: completions
@@ -148,7 +150,7 @@ class NativeEngine:
             check_device(model.device, "rollout.cache_precision")
             self.cache_dtype = E4M3
         self.block = block_tokens(model.device.type)
-        self.blocks, self.slots = self._pool_size(kv_gib, longest)
+        self.blocks, self.slots = self._pool_size(kv_gib, longest, at_once)
         if self.slots:
             self.max_batch = min(max_batch, self.slots)
         # whether training had the device since the last rollouts, and what it left beside the cache
@@ -179,9 +181,11 @@ class NativeEngine:
         """With everything free."""
         return BlockPool(self.blocks, self.block, self.slots)
 
-    def _pool_size(self, kv_gib: float | None, longest: int | None) -> tuple[int, int]:
+    def _pool_size(
+        self, kv_gib: float | None, longest: int | None, at_once: int | None
+    ) -> tuple[int, int]:
         """Blocks, and slots of state: as configured, or what training does not need of the device
-        while the engine generates, at most as many as `max_batch` of the longest sequences fill.
+        while the engine generates, at most as many as `at_once` of the longest sequences fill.
         Training has that memory too: `sleep` gives the cache back, unless both fit.
         """
         memory = device_memory(self.model.device)
@@ -196,6 +200,7 @@ class NativeEngine:
             room,
             rows=self.max_batch,
             longest=longest,
+            at_once=at_once,
             ahead=AHEAD,
             kv_gib=kv_gib,
             block=self.block,

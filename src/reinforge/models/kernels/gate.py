@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 """silu(gate)·up as one kernel, and its gradients as another. Twin: what MLPs of transformers
-compute, `models.quick_mlp.gated`.
+compute, `models.gates.gated`.
 
 Legend: N rows, I numbers of each.
 """

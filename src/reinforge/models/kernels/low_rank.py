@@ -1,0 +1,378 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Kernels of what LoRA adapters add to the linear layers of a family, which read the same input
+(q, k, v; gate, up), for one new token per sequence: two for all of them. Twin:
+`decode_ops.add_low_rank`.
+
+The matrices of an adapter are rounded to the precision of the input as they are read, and so is the
+narrow product between them, as in training (`models.adapters`).
+
+Legend: B rows, K inputs, N outputs and R rank of an adapter, S parts of K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from reinforge.models.kernels.common import MULTIPROCESSORS, ceil_div, early, next_power
+from reinforge.models.kernels.layer import _gated, _weights
+from reinforge.models.projections import Adapter
+
+MOST = 3  # adapters of a family
+RANKS = 64  # that a tile has room for; larger ranks take several
+
+
+def add(y: Tensor, x: Tensor, adapters: Sequence[Adapter]) -> None:
+    """y [B, outputs of the family] += what the adapters add for x [B, K], in place."""
+    expand(y, shrink(x, adapters), adapters, x.dtype)
+
+
+def gated(y: Tensor, x: Tensor, adapters: Sequence[Adapter]) -> Tensor:
+    """silu(y[:, :N])·y[:, N:] of y [B, 2N] with what the adapters add to it for x [B, K]."""
+    return gated_expand(y, shrink(x, adapters), adapters)
+
+
+# ---- the narrow product ----
+
+
+@triton.jit
+def _pick(i, first, second, third):
+    """What belongs to adapter i."""
+    return tl.where(i == 0, first, tl.where(i == 1, second, third))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _shrink(
+    X,
+    DOWN1,
+    DOWN2,
+    DOWN3,
+    T,
+    M,
+    K,
+    x_m,
+    PER,
+    R1: tl.constexpr,
+    R2: tl.constexpr,
+    R3: tl.constexpr,
+    EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
+    BM: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """One program per (tile of rows, tile of the ranks of an adapter, part of K): a part of T. A
+    rank of 0: there is no such adapter.
+    """
+    second: tl.constexpr = (R1 + BR - 1) // BR
+    third: tl.constexpr = second + (R2 + BR - 1) // BR
+    total: tl.constexpr = R1 + R2 + R3
+    precision: tl.constexpr = "ieee" if X.dtype.element_ty == tl.float32 else "tf32"
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    tile = tl.program_id(1)
+    part = tl.program_id(2)
+    adapter = (tile >= second).to(tl.int32) + (tile >= third).to(tl.int32)
+    down_of = _pick(adapter, DOWN1, DOWN2, DOWN3)
+    rank = _pick(adapter, R1, R2, R3)
+    r = (tile - _pick(adapter, 0, second, third)) * BR + tl.arange(0, BR)
+    k = tl.arange(0, BK)
+    x_at = X + m.to(tl.int64)[:, None] * x_m + k[None, :]
+    acc = tl.zeros([BM, BR], tl.float32)
+    begin = part * PER
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for s in range(begin, tl.minimum(K, begin + PER), BK):
+        if EVEN:
+            x = tl.load(x_at + s, mask=(m < M)[:, None], other=0.0)
+        else:
+            x = tl.load(x_at + s, mask=(m < M)[:, None] & (k < K - s)[None, :], other=0.0)
+        down = _weights(down_of, r, r < rank, k, s, K, EVEN).to(x.dtype)
+        acc = tl.dot(x, down, acc, input_precision=precision)
+    column = _pick(adapter, 0, R1, R1 + R2) + r
+    at = T + (part * M + m).to(tl.int64)[:, None] * total + column[None, :]
+    tl.store(at, acc, mask=(m < M)[:, None] & (r < rank)[None, :])
+
+
+def rows_of(rows: int, dtype: torch.dtype) -> int:
+    """Rows of a tile, in both products: an adapter is read once for every tile. Products in float32
+    are not of tensor cores, and have no room for many.
+    """
+    if rows <= 16:
+        return 16
+    return 32 if rows <= 256 or dtype == torch.float32 else 64
+
+
+def part_of(tiles: int, bm: int, inner: int, bk: int) -> int:
+    """How much of K a program of `shrink` goes through, where it has so many tiles of BM rows and
+    of ranks: most multiprocessors have something to do, as far as K goes round. Whoever reads the
+    parts adds them up, so that tall tiles have fewer.
+    """
+    count = 1
+    while tiles * count < 0.7 * MULTIPROCESSORS and count < 1024 // bm:
+        count *= 2
+    return ceil_div(ceil_div(inner, bk), count) * bk
+
+
+def ranks_of(adapters: Sequence[Adapter]) -> int:
+    """Ranks of a tile, in both products."""
+    return min(RANKS, max(16, next_power(max(adapter.rank for adapter in adapters))))
+
+
+def shrink(x: Tensor, adapters: Sequence[Adapter]) -> Tensor:
+    """x [B, K] times the first matrices of the adapters transposed, side by side: parts [S, B, R of
+    all] in float32, whose sum is the product.
+    """
+    assert len(adapters) <= MOST and x.stride(1) == 1
+    rows, inner = x.shape
+    ranks = [adapter.rank for adapter in adapters]
+    bm, br = rows_of(rows, x.dtype), ranks_of(adapters)
+    bk = 128 if x.element_size() == 2 else 32
+    tiles = ceil_div(rows, bm), sum(ceil_div(rank, br) for rank in ranks)
+    per = part_of(tiles[0] * tiles[1], bm, inner, bk)
+    count = ceil_div(inner, per)
+    narrow = torch.empty(count, rows, sum(ranks), dtype=torch.float32, device=x.device)
+    _shrink[(*tiles, count)](
+        x,
+        *_padded([adapter.down.contiguous() for adapter in adapters]),
+        narrow,
+        rows,
+        inner,
+        x.stride(0),
+        per,
+        *_padded(ranks, 0),
+        EVEN=inner % bk == 0,
+        BM=bm,
+        BR=br,
+        BK=bk,
+        num_warps=4,
+        num_stages=4 if bm <= 32 else 3,
+        **early(),
+    )
+    return narrow
+
+
+def _padded(some: list[Any], other: Any = None) -> list[Any]:
+    """For a kernel that takes `MOST`; by the first of them, where the kind alone matters."""
+    return some + [some[0] if other is None else other] * (MOST - len(some))
+
+
+# ---- the wide product ----
+
+
+@triton.jit
+def _widened(
+    T,
+    UP,
+    m,
+    n,
+    M,
+    N,
+    rank,
+    parts,
+    DTYPE: tl.constexpr,
+    RANK: tl.constexpr,
+    TOTAL: tl.constexpr,
+    PARTS: tl.constexpr,
+    WAITS: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """[BM, BN] in float32: the sum of the parts of T times UP transposed. RANK and PARTS: as many
+    at most. WAITS: for the kernel before, which does not write UP.
+    """
+    precision: tl.constexpr = "ieee" if tl.float32 == DTYPE else "tf32"
+    acc = tl.zeros([m.shape[0], n.shape[0]], tl.float32)
+    for first in tl.static_range(0, RANK, BR):
+        r = first + tl.arange(0, BR)
+        up_there = (r < rank)[:, None] & (n < N)[None, :]
+        up = tl.load(UP + n[None, :] * rank + r[:, None], mask=up_there, other=0.0).to(DTYPE)
+        if WAITS and first == 0:
+            tl.extra.cuda.gdc_wait()
+        there = (m < M)[:, None] & (r < rank)[None, :]
+        narrow = tl.zeros([m.shape[0], BR], tl.float32)
+        for part in tl.static_range(PARTS):
+            at = T + (part * M + m).to(tl.int64)[:, None] * TOTAL + r[None, :]
+            narrow += tl.load(at, mask=there & (part < parts), other=0.0)
+        acc = tl.dot(narrow.to(DTYPE), up, acc, input_precision=precision)
+    return acc
+
+
+@triton.jit(do_not_specialize=["M", "parts"])
+def _expand(
+    Y,
+    T,
+    UP1,
+    UP2,
+    UP3,
+    scale1,
+    scale2,
+    scale3,
+    begin1,
+    begin2,
+    begin3,
+    N1,
+    N2,
+    N3,
+    M,
+    y_m,
+    parts,
+    DTYPE: tl.constexpr,
+    R1: tl.constexpr,
+    R2: tl.constexpr,
+    R3: tl.constexpr,
+    RANK: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """One program per (tile of the outputs of an adapter, tile of rows): Y += scale·T·UP. A rank of
+    0: there is no such adapter.
+    """
+    total: tl.constexpr = R1 + R2 + R3
+    tile = tl.program_id(0)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    second = tl.cdiv(N1, BN)
+    third = second + tl.cdiv(N2, BN)
+    adapter = (tile >= second).to(tl.int32) + (tile >= third).to(tl.int32)
+    size = _pick(adapter, N1, N2, N3)
+    rank = _pick(adapter, R1, R2, R3)
+    n = (tile - _pick(adapter, 0, second, third)) * BN + tl.arange(0, BN)
+    t = T + _pick(adapter, 0, R1, R1 + R2)
+    up = _pick(adapter, UP1, UP2, UP3)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    more = _widened(t, up, m, n, M, size, rank, parts, DTYPE, RANK, total, PARTS, EARLY, BR)
+    more *= _pick(adapter, scale1, scale2, scale3)
+    begin = _pick(adapter, begin1, begin2, begin3)
+    at = Y + m.to(tl.int64)[:, None] * y_m + (begin + n)[None, :]
+    there = (m < M)[:, None] & (n < size)[None, :]
+    y = tl.load(at, mask=there, other=0.0)
+    tl.store(at, (y.to(tl.float32) + more).to(y.dtype), mask=there)
+
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def outputs_of(rows: int, dtype: torch.dtype) -> int:
+    """Outputs of a tile: few rows leave room for more programs."""
+    return 64 if rows <= 16 or dtype == torch.float32 else 128
+
+
+def expand(y: Tensor, narrow: Tensor, adapters: Sequence[Adapter], dtype: torch.dtype) -> None:
+    """y [B, outputs of the family] += the sum of the parts of narrow [S, B, R of all], rounded to
+    `dtype`, times the second matrices of the adapters transposed and their scales, in place.
+    Rows of y may lie apart, and may have more precision.
+    """
+    assert y.stride(1) == 1
+    parts, rows, _ = narrow.shape
+    bm, bn = rows_of(rows, dtype), outputs_of(rows, dtype)
+    ranks = [adapter.rank for adapter in adapters]
+    sizes = [len(adapter.up) for adapter in adapters]
+    _expand[(sum(ceil_div(size, bn) for size in sizes), ceil_div(rows, bm))](
+        y,
+        narrow,
+        *_padded([adapter.up.contiguous() for adapter in adapters]),
+        *_padded([adapter.scale for adapter in adapters], 0.0),
+        *_padded([adapter.first for adapter in adapters], 0),
+        *_padded(sizes, 0),
+        rows,
+        y.stride(0),
+        parts,
+        TYPES[dtype],
+        *_padded(ranks, 0),
+        RANK=max(ranks),
+        PARTS=next_power(parts),
+        BM=bm,
+        BN=bn,
+        BR=ranks_of(adapters),
+        num_warps=8 if bm == 64 else 4,
+        **early(),
+    )
+
+
+# ---- the wide product, and a gate ----
+
+
+@triton.jit(do_not_specialize=["M", "parts"])
+def _gated_expand(
+    Y,
+    T,
+    UP1,
+    UP2,
+    OUT,
+    scale1,
+    scale2,
+    M,
+    N,
+    y_m,
+    parts,
+    R1: tl.constexpr,
+    R2: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """One program per (tile of outputs, tile of rows): silu of column n of Y times column N + n,
+    each with what its adapter adds. A rank of 0: it has none.
+    """
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    dtype: tl.constexpr = Y.dtype.element_ty
+    total: tl.constexpr = R1 + R2
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    gate = tl.zeros([BM, BN], tl.float32)
+    up = tl.zeros([BM, BN], tl.float32)
+    if R1 > 0:
+        gate = scale1 * _widened(T, UP1, m, n, M, N, R1, parts, dtype, R1, total, PARTS, EARLY, BR)
+    if R2 > 0:
+        waits: tl.constexpr = EARLY and R1 == 0
+        up = scale2 * _widened(
+            T + R1, UP2, m, n, M, N, R2, parts, dtype, R2, total, PARTS, waits, BR
+        )
+    at = Y + m.to(tl.int64)[:, None] * y_m + n[None, :]
+    there = (m < M)[:, None] & (n < N)[None, :]
+    gate += tl.load(at, mask=there, other=0.0).to(tl.float32)
+    up += tl.load(at + N, mask=there, other=0.0).to(tl.float32)
+    to = OUT + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(to, _gated(gate, up, dtype), mask=there)
+
+
+def gated_expand(y: Tensor, narrow: Tensor, adapters: Sequence[Adapter]) -> Tensor:
+    """`expand` of y [B, 2N], which is left as it is, then silu(first half)·(second half)."""
+    assert y.stride(1) == 1
+    parts, rows, _ = narrow.shape
+    size = y.shape[1] // 2
+    out = torch.empty(rows, size, dtype=y.dtype, device=y.device)
+    by_half = {adapter.first // size: adapter for adapter in adapters}
+    halves = [by_half.get(half) for half in range(2)]
+    ranks = [0 if half is None else half.rank for half in halves]
+    bm, bn = rows_of(rows, y.dtype), outputs_of(rows, y.dtype)
+    _gated_expand[(ceil_div(size, bn), ceil_div(rows, bm))](
+        y,
+        narrow,
+        *(narrow if half is None else half.up.contiguous() for half in halves),
+        out,
+        *(0.0 if half is None else half.scale for half in halves),
+        rows,
+        size,
+        y.stride(0),
+        parts,
+        *ranks,
+        PARTS=next_power(parts),
+        BM=bm,
+        BN=bn,
+        BR=ranks_of(adapters),
+        num_warps=8 if bm == 64 else 4,
+        **early(),
+    )
+    return out
