@@ -261,13 +261,14 @@ def run_peer(python: str, path: str, script: str, *args: str) -> list[dict[str, 
     """The JSON lines that a peer's script printed; its own complaints go to our stderr. What it
     said until it is interrupted counts.
     """
+    peers = Path(__file__).resolve().parent / "peers"  # where a process that a peer starts looks too
     env = {
         **os.environ,
-        "PYTHONPATH": path or os.environ.get("PYTHONPATH", ""),
+        "PYTHONPATH": os.pathsep.join([path or os.environ.get("PYTHONPATH", ""), str(peers)]),
         "HF_HUB_OFFLINE": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
-    command = [python, str(Path(__file__).parent / "peers" / script), *args]
+    command = [python, str(peers / script), *args]
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
         process = subprocess.Popen(
             command, env=env, stdout=said, stderr=complained, start_new_session=True
