@@ -244,15 +244,20 @@ def measured() -> str:
                 parts["peak"] - (parts["kv"] if given_back else 0) - _logits(plan),
             )
         )
-    result = json.loads((RESULTS / "gpu_train_05b.json").read_text(encoding="utf-8"))
-    plan = asked("0.5B", config(TASKS[4].settings), GPUS["141 GB"], 256)
-    lines.append(
-        _compared(
-            "0.5B: `reinforge train` with nothing set (`gpu_train_05b.json`)",
-            result["gib"]["peak_gib"],
-            plan.prediction()["memory_gib"]["train"]["peak"],
+    for size, name, said in (
+        ("0.5B", "gpu_train_05b", "`reinforge train` with nothing set"),
+        ("7B", "gpu_train_7b_lora", "`reinforge train adapter.kind=lora`, 32 prompts"),
+    ):
+        result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        work = TASKS[5 if result["settings"] else 4].settings
+        cfg = config(work, {"train": {"prompts_per_step": result["prompts"]}})
+        lines.append(
+            _compared(
+                f"{size}: {said} (`{name}.json`)",
+                result["gib"]["peak_gib"],
+                asked(size, cfg, GPUS["141 GB"], 256).prediction()["memory_gib"]["train"]["peak"],
+            )
         )
-    )
     result = json.loads((RESULTS / "gpu_dpo.json").read_text(encoding="utf-8"))
     ours = next(run for run in result["runs"] if run["peer"] == "reinforge")
     lines.append(
