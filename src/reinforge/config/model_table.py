@@ -217,14 +217,14 @@ NO_REPLAY = frozenset({"aria_text", "longcat_flash", "phimoe"})
 KNOWN_AS: dict[str, str] = {
     "llama": "Llama 2, 3.x; SmolLM2, TinyLlama, Yi, DeepSeek-R1-Distill-Llama",
     "llama4_text": "Llama 4",
-    "qwen2": "Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen",
+    "qwen2": "Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen",
     "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B",
     "qwen3_next": "Qwen3-Next",
     "qwen3_5_text": "Qwen3.5",
     "qwen3_5_moe_text": "Qwen3.5, mixtures of experts",
-    "mistral": "Mistral 7B",
+    "mistral": "Mistral 7B, Mistral Nemo, Zephyr",
     "ministral3": "Ministral 3",
     "mixtral": "Mixtral",
     "gemma": "Gemma 1",
@@ -239,21 +239,49 @@ KNOWN_AS: dict[str, str] = {
     "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3, DeepSeek-R1",
     "deepseek_v32": "DeepSeek-V3.2",
+    "olmo": "OLMo 1",
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
     "olmoe": "OLMoE",
     "granite": "Granite 3",
     "granitemoehybrid": "Granite 4",
     "smollm3": "SmolLM3",
-    "glm4_moe": "GLM-4.5, GLM-4.6",
+    "glm4": "GLM-4-9B-0414, GLM-4-32B-0414",
+    "glm4_moe": "GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7",
+    "glm4_moe_lite": "GLM-4.7-Flash",
     "minimax_m2": "MiniMax-M2",
     "cohere2": "Command R7B, Command A",
+    "cohere": "Command R, Aya 23",
     "gpt2": "GPT-2",
+    "gpt_bigcode": "StarCoder",
+    "starcoder2": "StarCoder2",
+    "opt": "OPT",
     "gpt_neox": "Pythia, GPT-NeoX-20B",
+    "mamba": "Mamba",
+    "mamba2": "Mamba-2, Codestral-Mamba",
+    "falcon_mamba": "Falcon-Mamba",
+    "bamba": "Bamba",
+    "jamba": "Jamba",
+    "kimi_linear": "Kimi-Linear-48B-A3B",
     "lfm2": "LFM2",
+    "lfm2_moe": "LFM2-8B-A1B",
     "nemotron_h": "Nemotron-H, Nemotron Nano 2",
     "falcon_h1": "Falcon-H1",
     "seed_oss": "Seed-OSS",
+    "ernie4_5": "ERNIE-4.5-0.3B",
+    "ernie4_5_moe": "ERNIE-4.5-21B-A3B",
+    "hunyuan_v1_dense": "Hunyuan-7B",
+    "hunyuan_v1_moe": "Hunyuan-A13B",
+    "dots1": "dots.llm1",
+    "dbrx": "DBRX",
+    "exaone4": "EXAONE-4.0",
+    "longcat_flash": "LongCat-Flash",
+    "mimo_v2_flash": "MiMo-V2-Flash",
+    "minicpm3": "MiniCPM3",
+    "apertus": "Apertus",
+    "arcee": "AFM-4.5B",
+    "nemotron": "Minitron",
+    "stablelm": "StableLM 2",
 }
 
 # multimodal checkpoints of which the text half alone is loaded: what ran with it ran with them
@@ -447,6 +475,8 @@ def named(name: str) -> str | None:
     ('llama', 'qwen2_moe', None)
     >>> named("SmolLM2"), named("phi-4"), named("Granite-4"), named("DeepSeek-R1")
     ('llama', 'phi3', 'granitemoehybrid', 'deepseek_v3')
+    >>> named("Hunyuan-A13B"), named("GLM-4.5-Air"), named("QwQ")
+    ('hunyuan_v1_moe', 'glm4_moe', 'qwen2')
     >>> named("Qwen3.5"), named("Llama 4"), named("qwen3_5")
     ('qwen3_5_text', 'llama4_text', 'qwen3_5')
     """
