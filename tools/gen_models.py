@@ -31,6 +31,11 @@ def tables() -> str:
     lines += ["", "What the columns mean:", ""]
     lines += [f"- **{name}**: {COLUMNS[name]}" for name in TOLD]
     lines += ["", "### Models by name", ""]
+    lines += [
+        "A name that stands twice: its text model (`_text`), and checkpoints that see too,",
+        "of which the text half is loaded.",
+        "",
+    ]
     lines += _table(known, lambda each: f"{each.known_as} | `{each.name}`", "model | `model_type`")
     lines += ["", "### Other architectures", ""]
     lines += _table(others, lambda each: f"`{each.name}`", "`model_type`")

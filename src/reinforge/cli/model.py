@@ -282,10 +282,15 @@ def tiny(
             fix="Choose another directory, or use the model that is there.",
         )
     check_architecture(architecture)
-    typer.echo(f"making a {architecture} and teaching it sums, a minute or two", err=True)
+    typer.echo(
+        f"making a {architecture} and teaching it sums: a minute or two, longer on a busy machine",
+        err=True,
+    )
     from reinforge.offline.starter_model import make_taught_model
 
-    make_taught_model(out, seed=seed, context=context, view=BarView(), architecture=architecture)
+    make_taught_model(
+        out, seed=seed, context=context, view=BarView(plain_every=50), architecture=architecture
+    )
     recipe = "reinforge train recipe:algorithms/grpo"
     path = shlex.quote(str(out))
     print_mapping(

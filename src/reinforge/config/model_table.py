@@ -501,10 +501,15 @@ def beginning(name: str) -> str | None:
     ('llama4', 'qwen3_5_text', None)
     """
     mine = plain(name)
-    calls = {plain(one): one for known in KNOWN_AS.values() for one in _of(known)}
-    found = [each for each in {**calls, **{plain(x): x for x in names()}} if mine.startswith(each)]
+    found = [each for each in plain_names() if mine.startswith(each)]
     longest = max((each for each in found if len(each) >= SHORTEST), key=len, default=None)
     return None if longest is None else named(longest)
+
+
+def plain_names() -> list[str]:
+    """Types and what people call them, as `plain` has them."""
+    calls = [plain(one) for known in KNOWN_AS.values() for one in _of(known)]
+    return list(dict.fromkeys([*calls, *map(plain, names())]))
 
 
 def also_known_so(name: str) -> list[str]:

@@ -183,7 +183,11 @@ def _not_empty(rows: Sequence[Row], where: str, condition: Mapping[str, Any]) ->
             fix="Check the values: text and numbers differ.",
         )
     if not rows:
-        raise InputError("there are no rows", where=where)
+        raise InputError(
+            "there are no rows.",
+            where=where,
+            fix="Give a source that has some, one JSON object to a line, in data.source.",
+        )
     return rows
 
 

@@ -146,7 +146,14 @@ class Run:
     # ---- begin ----
 
     def __enter__(self) -> Run:
-        self.dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"{self.dir} cannot be made: {error.strerror or error}",
+                where="run.dir",
+                fix="Choose another directory.",
+            ) from error
         self.lock.__enter__()
         try:
             self._open()

@@ -73,8 +73,10 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
             target_modules=cfg.targets if isinstance(cfg.targets, str) else modules,
             target_parameters=stacked or None,
         )
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             torch.manual_seed(seed)
+            # peft names ranks of parameters by patterns, and then looks for layers of these names
+            warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
             try:
                 wrapped = get_peft_model(module, lora)
             except ValueError as error:

@@ -339,10 +339,16 @@ class View:
 
 class BarView(View):
     """Only the bar, and only at a terminal, where it is gone when the run is over: for a run that
-    serves another purpose, whose result whoever started it tells.
+    serves another purpose, whose result whoever started it tells. Elsewhere a line every
+    `plain_every` steps, or none.
     """
 
+    def __init__(self, console: Console | None = None, plain_every: int = 0):
+        super().__init__(console)
+        self.plain_every = plain_every
+
     def start(self, total_steps: int, title: str, first_step: int = 0) -> None:
+        self._total = total_steps
         if self.console.is_terminal:
             super().start(total_steps, title, first_step)
 
@@ -353,6 +359,8 @@ class BarView(View):
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.console.is_terminal:
             super().update(step, metrics)
+        elif self.plain_every and step % self.plain_every == 0:
+            self._print(Text(f"step {step}/{self._total}"))
 
     def table(self, groups: Iterable[Group], limit: int = 4) -> None: ...
 
