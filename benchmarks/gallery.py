@@ -116,7 +116,7 @@ ENTRIES = {
     ),
     "qlora": GalleryEntry(
         PAIRS,
-        "QLoRA with DPO",
+        "QLoRA + DPO",
         "The same with an adapter on a base in four bits.",
         "families/qlora",
         "rewards/accuracy",

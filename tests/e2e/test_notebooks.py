@@ -31,6 +31,7 @@ def _tool() -> ModuleType:
 
 TOOL = _tool()
 SOURCES = TOOL.sources()
+LONG = ("3_own_environment", "5_distillation", "6_not_learning")  # the others run everywhere
 TAKEN = {"1_first_rl_run", "2_own_reward", "4_dpo", "5_distillation", "6_not_learning"}
 
 
@@ -76,7 +77,11 @@ def test_a_committed_notebook_is_what_its_source_says(source: Path) -> None:
     assert links and all((source.parent / link).exists() for link in links)
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(path, marks=pytest.mark.long) if path.stem in LONG else path for path in SOURCES],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs(source: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """In a kernel of its own, in an empty folder. Takes more than ten seconds: it trains until a
     curve rises.

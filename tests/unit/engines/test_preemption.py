@@ -44,7 +44,7 @@ def drained(engine: NativeEngine) -> bool:
     return engine.pool.free == engine.pool.total and not engine._running and not engine._waiting
 
 
-@pytest.mark.parametrize("seed", [0, 10, 20])
+@pytest.mark.parametrize("seed", [0, 10, pytest.param(20, marks=pytest.mark.long)])
 def test_exact_mode_has_the_same_bits_with_and_without_preemption(seed: int) -> None:
     def model() -> CausalModel:
         return CausalModel(make_module(), exact=True)
