@@ -132,7 +132,9 @@ def test_killed_again_and_again(grpo: Whole, tmp_path: Path) -> None:
     assert grpo.differences(tmp_path / "run") == []
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["ordinary", "exact"])
+@pytest.mark.parametrize(
+    "exact", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ordinary", "exact"]
+)
 def test_drafts_from_earlier_answers_do_not_show(tiny: Path, tmp_path: Path, exact: bool) -> None:
     """8 prompts, 4 a step: every second step is a new epoch. The resumed run does not know the
     answers of the epochs before, from which the run that was never cut may draw drafts.

@@ -263,8 +263,8 @@ def test_the_loss_falls(name: str, fall: float, model: Path) -> None:
     ("name", "rise", "components"),
     [
         ("trl_two_rewards.py", 0.35, ["math_reward", "code_reward"]),
-        ("trl_tools.py", 0.1, ["right"]),
-        ("trl_environment.py", 0.2, ["env"]),
+        pytest.param("trl_tools.py", 0.1, ["right"], marks=pytest.mark.long),
+        pytest.param("trl_environment.py", 0.2, ["env"], marks=pytest.mark.long),
     ],
 )
 def test_the_reward_rises(name: str, rise: float, components: list[str], taught: Path) -> None:

@@ -89,10 +89,12 @@ def two_steps(backend: Any, smaller: str = "", budget: int = 0) -> list[Any]:
         # the model annotates two packs, then it trains two; what is computed again counts too
         ("full", "model.embed_tokens", 2, 0, "train"),
         ("full", "model.layers.1.mlp", 3, 1, "train"),
-        ("full", "model.norm", 1, 1, "annotate"),
+        pytest.param("full", "model.norm", 1, 1, "annotate", marks=pytest.mark.long),
         ("full", "*model.layers.1", 0, 0, "annotate"),  # in the reference
         ("lora", "base_model.model.model.layers.1", 5, 1, "train"),
-        ("checkpointed", "model.layers.0.self_attn", 4, 0, "train"),
+        pytest.param(
+            "checkpointed", "model.layers.0.self_attn", 4, 0, "train", marks=pytest.mark.long
+        ),
     ],
 )
 def test_all_ranks_do_the_pass_again(

@@ -96,7 +96,7 @@ def test_three_machines_of_eight() -> None:
 class TestTwoMachines:
     @pytest.fixture(scope="class")
     def cluster(self) -> Iterator[Any]:
-        """Three ranks, which Ray spreads as a, b, a; and four engines."""
+        """Three ranks, which Ray spreads over both, most often as a, b, a; and four engines."""
         keys = {"layout": "split", "engines": ENGINES, "strategy": "spread"}
         with machines(2), pytest.MonkeyPatch.context() as patch:
             for name, value in SHELL.items():  # the machines were started in another one
@@ -106,7 +106,7 @@ class TestTwoMachines:
 
     def test_ranks_of_one_machine_are_neighbours(self, cluster: Any) -> None:
         workers = cluster.workers("policy")
-        assert machine_by_bundle(workers) in ([0, 1, 0], [1, 0, 1])
+        assert set(machine_by_bundle(workers)) == {0, 1}
         assert machine_by_rank(workers) in ([0, 0, 1], [0, 1, 1])
         devices = [where.devices for where in workers.where]
         assert machine_by_rank(workers) != [0, 0, 1] or devices[0] < devices[1]

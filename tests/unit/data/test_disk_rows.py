@@ -180,6 +180,7 @@ print(peaks[2] - peaks[1])
 """
 
 
+@pytest.mark.long
 def test_training_does_not_take_memory_with_the_file(tiny_dir: str, tmp_path: Path) -> None:
     """A file of 64 MB, beside a run on a few of its rows: on disk it costs a few MB more. (The
     first run of a process imports what the others find there, which takes more than the file.)
