@@ -261,9 +261,8 @@ def run_peer(python: str, path: str, script: str, *args: str) -> list[dict[str, 
     """The JSON lines that a peer's script printed; its own complaints go to our stderr. What it
     said until it is interrupted counts.
     """
-    peers = (
-        Path(__file__).resolve().parent / "peers"
-    )  # where a process that a peer starts looks too
+    # where a process that a peer starts looks too
+    peers = Path(__file__).resolve().parent / "peers"
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([path or os.environ.get("PYTHONPATH", ""), str(peers)]),

@@ -16,7 +16,7 @@ from reinforge.cli.show import print_mapping
 from reinforge.config.recipes import is_recipe
 from reinforge.core.errors import InputError
 from reinforge.models.tiny import check_architecture
-from reinforge.watch.view import BarView
+from reinforge.watch.view import BarView, SteadyConsole
 
 TOY = "runs/tiny"  # where the recipes look for it
 Architecture = Annotated[
@@ -288,9 +288,8 @@ def tiny(
     )
     from reinforge.offline.starter_model import make_taught_model
 
-    make_taught_model(
-        out, seed=seed, context=context, view=BarView(plain_every=50), architecture=architecture
-    )
+    view = BarView(SteadyConsole(stderr=True, highlight=False), plain_every=50)
+    make_taught_model(out, seed=seed, context=context, view=view, architecture=architecture)
     recipe = "reinforge train recipe:algorithms/grpo"
     path = shlex.quote(str(out))
     print_mapping(

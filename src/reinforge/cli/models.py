@@ -84,8 +84,8 @@ def _in_table(name: str) -> Support:
         return model_table.support(load_config(ModelConfig(path=name), "NAME").to_dict())
     if (listed := _listed_by_transformers(name)) is not None:
         return model_table.support({"model_type": listed})
-    near = model_table.beginning(name) or closest(name.lower(), model_table.names(), 0.65)
-    if near is None and (alike := closest(model_table.plain(name), model_table.plain_names(), 0.8)):
+    near = model_table.beginning(name)
+    if near is None and (alike := closest(model_table.plain(name), model_table.plain_names(), 0.7)):
         near = model_table.named(alike)
     guess = f"Did you mean {near}? " if near else ""
     raise InputError(

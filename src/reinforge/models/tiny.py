@@ -115,7 +115,7 @@ def check_architecture(name: str) -> None:
     if name not in ARCHITECTURES:
         raise InputError(
             f"there is no tiny {name!r}.",
-            where="--architecture",
+            where="architecture",
             fix=f"Choose one of {', '.join(ARCHITECTURES)}.",
         )
 

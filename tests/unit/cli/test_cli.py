@@ -412,11 +412,13 @@ def test_tiny_says_in_three_lines_what_it_made_and_what_to_do_next(
     from reinforge.offline import starter_model
     from reinforge.plan.preflight import preflight
 
-    quickly = functools.partial(starter_model.make_taught_model, steps=2)
+    quickly = functools.partial(starter_model.make_taught_model, steps=50)
     monkeypatch.setattr(starter_model, "make_taught_model", quickly)
     monkeypatch.chdir(tmp_path)
     assert main(["tiny", "runs/tiny"]) == 0
-    made, following, more = capfd.readouterr().out.splitlines()
+    said = capfd.readouterr()
+    assert "step 50/50" in said.err.splitlines()
+    made, following, more = said.out.splitlines()
     assert made.startswith("made  runs/tiny, ") and (tmp_path / "runs/tiny/config.json").exists()
     assert following == "next  reinforge train recipe:algorithms/grpo"
     assert more == "more  reinforge recipes lists what else starts from it"

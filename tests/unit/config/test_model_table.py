@@ -111,6 +111,8 @@ def test_what_is_no_config_is_told(tmp_path: Path, text: str | None) -> None:
 def test_the_command_guesses_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "mixtrall"]) == 2
     assert "Did you mean mixtral?" in capsys.readouterr().err
+    assert main(["models", "gpt-os-20b"]) == 2  # near what people call it
+    assert "Did you mean gpt_oss?" in capsys.readouterr().err
     assert main(["models", "BloomForCausalLM"]) == 0
     assert KNOWN["bloom"] in capsys.readouterr().out
     assert main(["models"]) == 0

@@ -192,6 +192,8 @@ def test_resume_policies(make: Callable[..., Config]) -> None:
     launch(make())
     with pytest.raises(InputError, match=r"run\.dir.*already holds a run"):
         launch(make("run", "grpo", "run.resume=never"))
+    with pytest.raises(InputError, match=r"run\.dir.*cannot be made"):
+        launch(make("run/metrics.jsonl/below"))
     with pytest.raises(InputError, match="rows"):
         launch(make("run", "grpo", "train.steps=5"), data=DATA[:8])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,9 @@ def test_an_adapter_of_experts_is_published_and_merged(arch: str, tmp_path: Path
     """
     from peft import PeftModel
 
-    module = add_adapter(module_of(arch), AdapterConfig(rank=3), seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # as if the experts were left out
+        module = add_adapter(module_of(arch), AdapterConfig(rank=3), seed=0)
     adapted = [name for name, p in module.named_parameters() if p.requires_grad]
     assert any(".experts." in name for name in adapted)
     with torch.no_grad():
