@@ -366,17 +366,37 @@ def assert_same_rows(got: Fp8Rows, want: Fp8Rows) -> None:
     assert ((got.values.float() - codes).abs()[other] <= codes.abs()[other] * 0.13 + 2.0**-9).all()
 
 
+def kernels_of_fp8() -> Any:
+    from reinforge.models.kernels import fp8
+
+    return fp8
+
+
 @pytest.mark.parametrize(("rows", "size"), [(1, 16), (5, 200), (3, 5000)])
 def test_rows_in_fp8(rows: int, size: int) -> None:
-    from reinforge.models.kernels import fp8 as kernels
-
     torch.manual_seed(7)
     x = torch.randn(rows, size + 8, device=DEVICE)[:, :size]  # rows that lie apart
     x[0] *= 1000
     want = Fp8Rows.of(x.cpu())
     got = Fp8Rows.empty(rows, size, x.device)
-    kernels.quantise_rows(x, got.values, got.scale)
+    kernels_of_fp8().quantise_rows(x, got.values, got.scale)
     assert_same_rows(got, want)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "inner"), [((16,), 16), ((130, 5), 70), ((600, 40, 1), 200), ((1100,), 65)]
+)
+def test_columns_in_fp8(sizes: tuple[int, ...], inner: int) -> None:
+    torch.manual_seed(8)
+    weights = [torch.randn(size, inner + 8, device=DEVICE)[:, :inner] for size in sizes]
+    weights[-1][-1, 0] = 1000  # the largest of its column is in the last row of all
+    want = Fp8Rows.of_columns([weight.cpu() for weight in weights])
+    got = Fp8Rows.empty(inner, sum(sizes), weights[0].device)
+    kernels_of_fp8().quantise_columns(weights, got.values, got.scale)
+    assert_same_rows(got, want)
+    again = Fp8Rows.empty(inner, sum(sizes), weights[0].device)
+    kernels_of_fp8().quantise_columns(weights, again.values, again.scale)
+    assert torch.equal(got.values.view(torch.uint8), again.values.view(torch.uint8))
 
 
 @pytest.mark.parametrize(

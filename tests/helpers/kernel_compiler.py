@@ -96,6 +96,8 @@ def compile_decode_kernels(compiler: KernelCompiler) -> None:
         into = Fp8Rows.empty(*x.shape, x.device)
         layer.add_norm(x, None, x[0], 1e-6, into)
         fp8.quantise_rows(x, into.values, into.scale)
+        turned = Fp8Rows.empty(weight.shape[1], len(weight), x.device)
+        fp8.quantise_columns([weight], turned.values, turned.scale)
         q, k = (torch.zeros(rows, n, size, dtype=half) for n in (heads, kv_heads))
         layer.head_norm(q, x[0, :size], 1e-6)
         cache = torch.zeros(4, GPU_BLOCK, kv_heads, size, dtype=half)

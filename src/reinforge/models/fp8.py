@@ -5,11 +5,16 @@ its own largest number as the largest of e4m3; products are summed in float32. D
 training compute the same function, so that what is sampled and what is trained differ by rounding
 only.
 
+The gradient of x is such a product too: rows are gradients of tokens and columns of w. That of w is
+a product of the numbers as they were, in the precision of the module: a weight sums it up over many
+steps.
+
 Legend: N rows, K numbers of a row, M tokens, O outputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -70,6 +75,30 @@ class Fp8Rows:
         within = (x.float() / scale[:, None]).clamp(-LARGEST, LARGEST)
         return cls(within.to(E4M3), scale)
 
+    @classmethod
+    def of_rows(cls, weights: Sequence[Tensor]) -> Fp8Rows:
+        """Weights [O, K] that read the same input, quantised, one below the other."""
+        if len(weights) == 1:
+            return cls.of(weights[0])
+        rows = cls.empty(sum(map(len, weights)), weights[0].shape[1], weights[0].device)
+        first = 0
+        for weight in weights:
+            rows.part(first, first + len(weight)).set(weight)
+            first += len(weight)
+        return rows
+
+    @classmethod
+    def of_columns(cls, weights: Sequence[Tensor]) -> Fp8Rows:
+        """The columns of such weights as rows [K, all O]."""
+        first = weights[0]
+        if not first.is_cuda:
+            return cls.of(torch.cat(list(weights)).t())
+        from reinforge.models.kernels import fp8 as kernels
+
+        rows = cls.empty(first.shape[1], sum(map(len, weights)), first.device)
+        kernels.quantise_columns(weights, rows.values, rows.scale)
+        return rows
+
     def set(self, x: Tensor) -> Fp8Rows:
         """Becomes x, in its own memory: a captured graph that reads it goes on with the new
         numbers.
@@ -77,7 +106,8 @@ class Fp8Rows:
         if x.is_cuda:
             from reinforge.models.kernels import fp8 as kernels
 
-            kernels.quantise_rows(x, self.values, self.scale)
+            rows = x if x.stride(1) == 1 else x.contiguous()
+            kernels.quantise_rows(rows, self.values, self.scale)
             return self
         found = Fp8Rows.of(x)
         self.values.copy_(found.values)
@@ -153,29 +183,32 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+@torch.library.custom_op(
+    "reinforge::fp8_input_gradient",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor[] weights) -> Tensor",
+)
+def _input_gradient(grad: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return input_gradient(grad, weights)
+
+
+@_input_gradient.register_fake
+def _(grad: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return grad.new_empty(grad.shape[0], weights[0].shape[1])
+
+
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-    """x is what several layers read, so it is kept as it is rather than in FP8 for each of them."""
     x, weight, _ = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """That of the plain product of the quantised numbers, as if they had not been rounded (straight
-    through), in the precision of the module. Scales are multiplied with the gradient, for e4m3 goes
-    into bfloat16 as it is.
-    """
+    """As if the numbers of the forward had not been rounded (straight through)."""
     x, weight = ctx.saved_tensors
     needs = ctx.needs_input_grad
-    back = of_weight = of_bias = None
-    if needs[0]:
-        values, scale = _quantised(weight)
-        back = (grad * scale).to(grad.dtype) @ values.to(grad.dtype)
-    if needs[1]:
-        values, scale = _quantised(x)
-        scaled = (grad * scale[:, None]).to(grad.dtype)
-        of_weight = (scaled.t() @ values.to(grad.dtype)).to(weight.dtype)
-    if needs[2]:
-        of_bias = grad.sum(0)
+    back = _input_gradient(grad, [weight]) if needs[0] else None
+    of_weight = grad.t() @ x if needs[1] else None
+    of_bias = grad.sum(0) if needs[2] else None
     return back, of_weight, of_bias
 
 
@@ -186,6 +219,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As `F.linear`, with the quantised product, for training: x [.., K], weight [O, K]."""
     y = _trained_product(x.reshape(-1, x.shape[-1]), weight, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def joint_product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """[M, all O] of x [M, K]: the outputs of layers that read the same input side by side, without
+    a gradient. `biases`: of all of them or of none.
+    """
+    bias = None
+    if biases:
+        bias = biases[0] if len(biases) == 1 else torch.cat(list(biases))
+    return product(Fp8Rows.of(x), Fp8Rows.of_rows(weights), bias, x.dtype)
+
+
+def input_gradient(grad: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """[M, K] of the input of `joint_product`, of that of its outputs [M, all O]."""
+    return product(Fp8Rows.of(grad), Fp8Rows.of_columns(weights), None, grad.dtype)
 
 
 def linear_by_copy(x: Tensor, weight: Fp8Rows, bias: Tensor | None) -> Tensor:

@@ -20,7 +20,17 @@ from torch import Tensor, nn
 from reinforge.core.errors import InputError
 from reinforge.models import fp8
 from reinforge.models.fp8 import Fp8Rows
-from reinforge.models.fused_linear import FAMILIES, OtherForward, join
+from reinforge.models.fused_linear import (
+    FAMILIES,
+    JointOutputs,
+    OtherForward,
+    is_hooked,
+    is_pass,
+    join,
+    same,
+    whole,
+)
+from reinforge.models.joint_linear import JointWeights, joint_linear
 from reinforge.models.packed import PackedModel
 
 # where the weights of a product come from: they are not quantised, they are quantised now, or an
@@ -51,8 +61,13 @@ class Fp8Layers:
         self.source: Source = "plain"
         self._own: dict[int, Fp8Weight] = {}  # by place
         self._joint: dict[int, Fp8Weight] = {}  # of a family, by the place of its first
-        for place, linear in enumerate(self.linears):
-            linear.forward = _Fp8Part(self, linear, place).forward  # type: ignore[method-assign]
+        place = 0
+        for layers in families:
+            family = Fp8Family(layers)
+            for linear in layers:
+                part = _Fp8Part(self, family, linear, place)
+                linear.forward = part.forward  # type: ignore[method-assign]
+                place += 1
 
     @classmethod
     def of(cls, model: PackedModel, where: str) -> Fp8Layers:
@@ -145,12 +160,39 @@ class Fp8Layers:
         return self._own[first] if count == 1 else self._joint[first]
 
 
+class Fp8Family(JointOutputs):
+    """Linear layers that read the same input, or one by itself, in a pass of training or scoring on
+    a GPU: the input is quantised once for all of them. `Fp8Layers` makes one per family.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]):
+        super().__init__([layer.out_features for layer in layers])
+        self.layers = list(layers)
+
+    def product(self, x: Tensor) -> Tensor | None:
+        weights = self.weights(x)
+        return None if weights is None else joint_linear(weights, x)
+
+    def weights(self, x: Tensor) -> JointWeights | None:
+        """What x is multiplied with; None: not here."""
+        layers = self.layers
+        weights: list[Tensor] = [layer.weight for layer in layers]
+        if not is_pass(x, layers[0]) or any(is_hooked(layer) for layer in layers):
+            return None
+        if any(type(w) is not type(weights[0]) or w.dtype != x.dtype for w in weights):
+            return None
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        return JointWeights(weights, biases, self.sizes, whole(layers), in_fp8=True)
+
+
 class _Fp8Part(OtherForward):
     """The forward of one of the linear layers."""
 
-    def __init__(self, layers: Fp8Layers, linear: nn.Linear, place: int):
+    def __init__(self, layers: Fp8Layers, family: Fp8Family, linear: nn.Linear, place: int):
         super().__init__(linear)
         self.layers = layers
+        self.family = family
+        self.index = next(i for i, one in enumerate(family.layers) if one is linear)
         self.linear = linear
         self.place = place
 
@@ -158,13 +200,19 @@ class _Fp8Part(OtherForward):
     def steps_aside(self) -> bool:
         return self.layers.source == "plain"
 
+    def joint_weights(self, layers: Sequence[nn.Module], x: Tensor) -> JointWeights | None:
+        if self.layers.source != "fresh" or not same(self.family.layers, layers):
+            return None
+        return self.family.weights(x)
+
     def forward(self, input: Tensor) -> Tensor:
         linear = self.linear
         if self.layers.source == "copies":
             copy = self.layers.joint(self.place, 1)
             return fp8.linear_by_copy(input, copy.rows, copy.bias)
         if self.layers.source == "fresh":
-            return fp8.linear(input, linear.weight, linear.bias)
+            piece = self.family.piece(self.index, input)
+            return fp8.linear(input, linear.weight, linear.bias) if piece is None else piece
         if self.inner is not None:
             return self.inner.forward(input)
         return F.linear(input, linear.weight, linear.bias)

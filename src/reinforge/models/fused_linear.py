@@ -52,6 +52,8 @@ class JointOutputs(ABC):
             self.kept = None
             if whole is None:
                 return None
+            if len(self.sizes) == 1:
+                return whole
             # a layer may change its own in place: nobody sees the whole again
             pieces = whole.unsafe_split_with_sizes(self.sizes, -1)
             self.kept = (input, pieces)
@@ -154,6 +156,10 @@ class OtherForward(ABC):
     def steps_aside(self) -> bool:
         """Whether `inner` computes now."""
 
+    def joint_weights(self, layers: Sequence[nn.Module], x: Tensor) -> JointWeights | None:
+        """What it multiplies x with for all of these layers at once; None: not so."""
+        return None
+
 
 def replace_linears(module: nn.Module) -> int:
     """Lets linear layers that read the same input multiply jointly in training on a GPU; returns
@@ -198,13 +204,20 @@ def joint_weights(layers: Sequence[nn.Module], x: Tensor) -> JointWeights | None
     """
     part = _owner(layers[0])
     if isinstance(part, OtherForward):
-        part = part.inner if part.steps_aside else None
+        if not part.steps_aside:
+            return part.joint_weights(layers, x)
+        part = part.inner
     if not isinstance(part, FusedPart):
         return None
     joint = part.joint
-    if any(a is not b for a, b in zip_longest(joint.layers, layers)):
+    if not same(joint.layers, layers):
         return None
     return joint.weights(x) if is_pass(x, joint.layers[0]) else None
+
+
+def same(some: Sequence[nn.Module], others: Sequence[nn.Module]) -> bool:
+    """Whether these are the same layers in the same order."""
+    return all(a is b for a, b in zip_longest(some, others))
 
 
 def computes_plainly(layer: nn.Module) -> bool:
@@ -218,7 +231,7 @@ def computes_plainly(layer: nn.Module) -> bool:
 def whole(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:
     """The joint weight and bias of a family, if its layers lie in one tensor."""
     part = fused_part(layers[0])
-    if part is None or any(a is not b for a, b in zip_longest(part.joint.layers, layers)):
+    if part is None or not same(part.joint.layers, layers):
         return None
     return part.joint.whole([layer.weight for layer in layers])
 

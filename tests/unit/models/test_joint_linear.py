@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from helpers.passes import passed
 from helpers.toys import make_model, make_samples
 from reinforge.core.batch import Batch
-from reinforge.models import fused_linear, quick_mlp
+from reinforge.models import fp8, fp8_layers, fused_linear, quick_mlp
 from reinforge.models.causal import CausalModel
 from reinforge.models.decoding import decoding
+from reinforge.models.fp8 import Fp8Rows
 from reinforge.models.fp8_layers import Fp8Layers
 from reinforge.models.fused_linear import FusedLinear, fused_part, join, replace_linears, separate
 from reinforge.models.gates import gated
@@ -246,18 +247,16 @@ def test_large_weights_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- gated MLPs ----
 
 
-def test_gate_and_up_are_one_product_unless_they_are_multiplied_in_fp8(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gate_and_up_are_one_product_in_fp8_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("qwen2")
     replace_linears(model.module)
     layers = Fp8Layers.of(model, "train.precision")
     mlp = model.layers[0].mlp
     x = normal(1, 7, 32, dtype=torch.float32)
-    gates: list[Tensor] = []
+    gates: list[JointWeights] = []
 
     def gated_linear(joint: JointWeights, x: Tensor) -> Tensor:
-        gates.append(x)
+        gates.append(joint)
         return gated(*joint_linear(joint, x).chunk(2, -1))
 
     monkeypatch.setattr(quick_mlp, "gated_linear", gated_linear)
@@ -266,13 +265,82 @@ def test_gate_and_up_are_one_product_unless_they_are_multiplied_in_fp8(
     with as_on_a_gpu(monkeypatch):
         plain = QuickMlp(mlp).forward(x)
         torch.testing.assert_close(plain, mlp(x), atol=1e-6, rtol=1e-5)
-        assert len(gates) == 1
+        assert [joint.in_fp8 for joint in gates] == [False]
         with layers.using("fresh"):
             rounded = QuickMlp(mlp).forward(x)
-            assert torch.equal(rounded, mlp(x))
+            torch.testing.assert_close(rounded, mlp(x), atol=1e-6, rtol=1e-5)
+        assert [joint.in_fp8 for joint in gates] == [False, True]
         assert not torch.allclose(rounded, plain, rtol=1e-3)
         with torch.no_grad(), decoding():  # an engine has its own
             QuickMlp(mlp).forward(x)
         mlp.up_proj.register_forward_pre_hook(lambda *_: None)
         QuickMlp(mlp).forward(x)
-        assert len(gates) == 1
+        with layers.using("fresh"):
+            QuickMlp(mlp).forward(x)
+        assert len(gates) == 2
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_layers_that_read_the_same_input_quantise_it_once(
+    monkeypatch: pytest.MonkeyPatch, joined: bool
+) -> None:
+    """Outputs and gradients of weights are those of each layer by itself; the gradient of the input
+    is that of the joint product.
+    """
+    model = make_model("qwen2")
+    replace_linears(model.module)
+    layers = Fp8Layers.of(model, "train.precision")
+    if not joined:
+        separate(model.module)
+    attention = model.layers[0].self_attn
+    parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+    outputs = sum(len(part.weight) for part in parts)
+    draw = torch.Generator().manual_seed(3)
+    grads = [torch.randn(1, 7, len(part.weight), generator=draw) for part in parts]
+    x0 = torch.randn(1, 7, 32, generator=draw)
+    quantised: list[tuple[int, ...]] = []
+    of = Fp8Rows.of
+
+    def noted(x: Tensor) -> Fp8Rows:
+        quantised.append(tuple(x.shape))
+        return of(x)
+
+    monkeypatch.setattr(Fp8Rows, "of", noted)
+
+    def passed() -> list[Tensor]:
+        quantised.clear()
+        x = x0.clone().requires_grad_()
+        outs = [part(x) for part in parts]
+        learned = [x, *(numbers for part in parts for numbers in (part.weight, part.bias))]
+        return [*torch.autograd.grad(outs, learned, grads), *(out.detach() for out in outs)]
+
+    with layers.using("fresh"):
+        _, *alone = passed()
+        assert quantised.count((7, 32)) == len(parts) + 1  # the gradient of q is as wide as x
+        with as_on_a_gpu(monkeypatch):
+            dx, *joint = passed()
+    assert quantised.count((7, 32)) == quantised.count((7, outputs)) == 1
+    for mine, other in zip(joint, alone, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+    weight = torch.cat([part.weight.detach() for part in parts])
+    want = fp8.input_gradient(torch.cat(grads, -1)[0], [weight])
+    torch.testing.assert_close(dx[0], want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_by_itself_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    layers = Fp8Layers.of(model, "train.precision")
+    down = model.layers[0].mlp.down_proj
+    x = normal(3, down.in_features, dtype=torch.float32)
+    made: list[JointWeights] = []
+
+    def joint(weights: JointWeights, x: Tensor) -> Tensor:
+        made.append(weights)
+        return joint_linear(weights, x)
+
+    monkeypatch.setattr(fp8_layers, "joint_linear", joint)
+    with as_on_a_gpu(monkeypatch), layers.using("fresh"):
+        got = down(x)
+    assert len(made) == 1 and made[0].weights[0] is down.weight
+    assert vars(down)["forward"].__self__.family.kept is None
+    torch.testing.assert_close(got, fp8.linear(x, down.weight, None))

@@ -1,16 +1,20 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Rows of numbers as e4m3 with a scale each. Twin: `models.fp8.Fp8Rows.of`.
+"""Rows of numbers, or columns of weights, as e4m3 with a scale each. Twins: `Fp8Rows.of` and
+`Fp8Rows.of_columns` of `models.fp8`.
 
-Legend: N rows, K numbers of a row.
+Legend: N rows, K numbers of a row; of weights O rows (outputs) and K columns (inputs).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from reinforge.models.kernels.common import early, next_power
+from reinforge.models.kernels.common import ceil_div, early, next_power
 
 # as in the twin
 LARGEST = tl.constexpr(448.0)
@@ -54,3 +58,75 @@ def quantise_rows(x: Tensor, values: Tensor, scale: Tensor) -> None:
             num_warps=4 if size <= 4096 else 16,
             **early(),
         )
+
+
+# ---- columns of weights ----
+
+ROWS = tl.constexpr(128)  # of a tile of weights
+COLUMNS = tl.constexpr(64)
+PART = 512  # rows of weights whose largest numbers a program looks for
+
+
+@triton.jit
+def _column_maxima(W, MOST, O, K, w_o, first, EACH: tl.constexpr):
+    """One program per (tile of columns, part of the rows): a row of MOST [parts, K]."""
+    k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    begin = tl.program_id(1) * EACH
+    most = tl.zeros([COLUMNS], tl.float32)
+    for o in range(begin, begin + EACH, ROWS):
+        row = (o + tl.arange(0, ROWS)).to(tl.int64)
+        there = (row < O)[:, None] & (k < K)[None, :]
+        w = tl.load(W + row[:, None] * w_o + k[None, :], mask=there, other=0.0)
+        most = tl.maximum(most, tl.max(tl.abs(w.to(tl.float32)), 0))
+    tl.store(MOST + (first + tl.program_id(1)) * K + k, most, mask=k < K)
+
+
+@triton.jit
+def _quantise_columns(W, MOST, Q, SCALE, O, K, w_o, q_k, parts):
+    """One program per (tile of columns, tile of rows): its numbers in rows of Q, whose scales every
+    program finds for itself.
+    """
+    k = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    o = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    most = tl.zeros([COLUMNS], tl.float32)
+    for part in range(parts):
+        most = tl.maximum(most, tl.load(MOST + part * K + k, mask=k < K, other=0.0))
+    scale = tl.maximum(most, TINY) / LARGEST
+    there = (o < O)[:, None] & (k < K)[None, :]
+    w = tl.load(W + o[:, None] * w_o + k[None, :], mask=there, other=0.0).to(tl.float32)
+    w = tl.minimum(tl.maximum(w / scale[None, :], -LARGEST), LARGEST)
+    turned = tl.trans(w.to(tl.float8e4nv))
+    tl.store(Q + k[:, None] * q_k + o[None, :], turned, mask=(k < K)[:, None] & (o < O)[None, :])
+    tl.store(SCALE + k, scale, mask=(k < K) & (tl.program_id(1) == 0))
+
+
+def quantise_columns(weights: Sequence[Tensor], values: Tensor, scale: Tensor) -> None:
+    """The columns of weights [O, K], one below the other, into `values` [K, all O] and `scale`
+    [K].
+    """
+    size = weights[0].shape[1]
+    parts = [ceil_div(len(weight), PART) for weight in weights]
+    most = torch.empty(sum(parts), size, dtype=torch.float32, device=values.device)
+    across = ceil_div(size, COLUMNS.value)
+    first = 0
+    for weight, count in zip(weights, parts, strict=True):
+        assert weight.stride(1) == 1
+        _column_maxima[(across, count)](
+            weight, most, len(weight), size, weight.stride(0), first, EACH=PART, num_warps=4
+        )
+        first += count
+    first = 0
+    for weight in weights:
+        _quantise_columns[(across, ceil_div(len(weight), ROWS.value))](
+            weight,
+            most,
+            values[:, first:],
+            scale,
+            len(weight),
+            size,
+            weight.stride(0),
+            values.stride(0),
+            sum(parts),
+            num_warps=4,
+        )
+        first += len(weight)
