@@ -4,13 +4,15 @@ speculation and without.
     python benchmarks/speculation.py --model DIR [--prompts 32] [--group 8] [--rows 32]
                                      [--response 256] [--drafts 3] [--temperature 1.0] [--epochs 3]
                                      [--questions FILE] [--exact] [--out FILE]
-    python benchmarks/speculation.py --model DIR --learn ROWS.jsonl [--steps 40] ...
+    python benchmarks/speculation.py --model DIR --learn ROWS.jsonl [--recipe anchor|best]
+                                     [--steps 40] ...
     python benchmarks/speculation.py --smoke
 
 Prompts are questions of reasoning-gym's chain_sum, or the field `question` of the lines of a file;
 at most `--rows` answers are generated at once, with other random numbers in every epoch. `--learn`
-first trains the model for some steps on rows {"q", "a", "split"} (gpu_learn.py, recipe anchor) and
-asks those rows: a policy that has begun to learn says similar things again. Prints
+first trains the model for some steps on rows {"q", "a", "split"} by a recipe of gpu_learn.py (one
+answers with a number, the other works the sum out) and asks those rows: a policy that has begun to
+learn says similar things again. Prints
 seconds, steps, tokens and the accepted length (tokens per sequence and step) of each epoch, and the
 speed-up of those after the first. Exits with 1 if, with `--exact`, any token differs. `--smoke`
 runs a random tiny model, exact, anywhere.
@@ -30,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_learn import TEMPLATE, config
+from gpu_learn import BEST, TEMPLATE, config
 from gpu_step import random_model
 
 from reinforge.build.run import train_config
@@ -43,12 +45,14 @@ from reinforge.models.causal import CausalModel
 from reinforge.models.load import load_model, stop_tokens
 from reinforge.offline.export import export
 
+TEMPLATES = {"anchor": TEMPLATE, "best": BEST["data.template"]}
 
-def questions(tokenizer: Any, count: int, file: Path | None) -> list[list[int]]:
+
+def questions(tokenizer: Any, count: int, file: Path | None, recipe: str) -> list[list[int]]:
     if file is not None:
         rows = [json.loads(line) for line in file.read_text().splitlines()[:count]]
         if "q" in rows[0]:
-            rows = [{"question": TEMPLATE.format(**row)} for row in rows]
+            rows = [{"question": TEMPLATES[recipe].format(**row)} for row in rows]
     else:
         import reasoning_gym
 
@@ -73,7 +77,7 @@ def learned(args: argparse.Namespace, folder: Path) -> Path:
         every=0,
         seed=0,
         seconds=None,
-        recipe="anchor",
+        recipe=args.recipe,
         set=[f"train.steps={args.steps}", f"run.checkpoint.every={args.steps}"],
     )
     cfg = config(settings, str(folder / "run"))
@@ -159,6 +163,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--exact", action="store_true", help="compare tokens and log-probs")
     parser.add_argument("--questions", type=Path, help="a JSONL file instead of chain_sum")
     parser.add_argument("--learn", type=Path, metavar="ROWS", help="train on these rows first")
+    parser.add_argument("--recipe", choices=TEMPLATES, default="anchor", help="of that training")
     parser.add_argument("--steps", type=int, default=40, help="of that training")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -187,7 +192,7 @@ def main() -> int:
         prompts = torch.randint(10, 400, (args.prompts, 12), generator=generator).tolist()
     else:
         model = load_model(ModelConfig(path=str(args.model), exact=args.exact))
-        prompts = questions(model.tokenizer, args.prompts, args.questions)
+        prompts = questions(model.tokenizer, args.prompts, args.questions, args.recipe)
     found = {
         drafts: measure(model, prompts, args, Speculation(drafts, args.rows) if drafts else None)
         for drafts in (0, args.drafts)
