@@ -25,6 +25,7 @@ from reinforge.models.fused_linear import join, replace_linears
 from reinforge.models.lora_linear import LoraLinears, lora_mlp
 
 pytest.importorskip("triton")
+lora_gate = pytest.importorskip("reinforge.models.kernels.lora_gate")
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 INPUTS = 24
@@ -101,8 +102,13 @@ def mlp() -> tuple[LoraLinears, LoraLinears, list[Tensor], Tensor]:
     return wide, last, given, normal(1, 9, INPUTS, seed=1).to(dtype).requires_grad_()
 
 
-def test_an_mlp_is_its_layers_and_keeps_gate_and_up_alone() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_mlp_is_its_layers_and_keeps_gate_and_up_alone(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wide, last, given, x = mlp()
+    if not fused:
+        monkeypatch.setattr(lora_gate, "takes", lambda both, ranks: False)
     got = lora_mlp(wide, last, x, given)
     gate, up = sum_of_modules(wide, x, given[:4]).chunk(2, -1)
     want = sum_of_modules(last, F.silu(gate) * up, given[4:])

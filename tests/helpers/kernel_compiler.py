@@ -29,7 +29,7 @@ TYPES = {
     torch.bool: "*i1",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
-OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
 
 
 class KernelCompiler:
@@ -221,12 +221,29 @@ def compile_training_kernels(compiler: KernelCompiler) -> None:
         sum_places(k.contiguous(), v.contiguous(), starts, starts[:-1].contiguous())
 
 
+def compile_lora_gate_kernels(compiler: KernelCompiler) -> None:
+    """For MLPs of 7B, 1.5B and 0.5B, and ranks that leave a tile room or fill it."""
+    from reinforge.models.kernels import lora_gate
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    shapes = ((18944, (16, 16, 16)), (8960, (16, 16, 16)), (4864, (8, 32, 8)), (4864, (64, 64, 5)))
+    for width, ranks in shapes:
+        both, narrow = zeros(64, 2 * width), zeros(64, ranks[0] + ranks[1])
+        ups, down = [zeros(width, rank) for rank in ranks[:2]], zeros(ranks[2], width)
+        lora_gate.gated(both, narrow, ups, [2.0, 2.0], down)
+        dinner, dnarrow = zeros(64, width), zeros(64, ranks[2])
+        lora_gate.gated_backward(both, narrow, ups, [2.0, 2.0], down, dinner, dnarrow)
+
+
 def main() -> None:
     compiler = KernelCompiler()
     compile_decode_kernels(compiler)
     compile_low_rank_kernels(compiler)
     compile_exact_kernels(compiler)
     compile_training_kernels(compiler)
+    compile_lora_gate_kernels(compiler)
     largest = max(compiler.compiled.values())
     print(f"{len(compiler.compiled)} kernels compiled, {largest} bytes of shared memory at most")
     assert largest <= SHARED_MEMORY

@@ -58,15 +58,19 @@ class LoraLinears:
 
     def multiply(self, x: Tensor, down: Tensor, ups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """y, and x through A [M, R], which the gradients need."""
-        y = self._base(x)
         narrow = F.linear(x, down)
+        return self.widen(self.base(x), narrow, ups), narrow
+
+    def widen(self, y: Tensor, narrow: Tensor, ups: Sequence[Tensor]) -> Tensor:
+        """y with what the adapters add to it, in place."""
         outs = y.split(self.sizes, 1)
         smalls = narrow.split([up.shape[1] for up in ups], 1)
         for out, small, up, scale in zip(outs, smalls, ups, self.scales, strict=True):
             out.addmm_(small, up.t(), alpha=scale)
-        return y, narrow
+        return y
 
-    def _base(self, x: Tensor) -> Tensor:
+    def base(self, x: Tensor) -> Tensor:
+        """What the frozen layers give."""
         if len(self.weights) == 1:
             return F.linear(x, self.weights[0], self.biases[0] if self.biases else None)
         if self.whole is not None:
@@ -89,19 +93,32 @@ class LoraLinears:
         wanted: bool = True,
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Of x, if it is wanted, and of all A, then all B."""
-        ranks = [up.shape[1] for up in ups]
-        dnarrow = torch.empty_like(narrow)
-        of_ups = []
-        columns = zip(dy.split(self.sizes, 1), narrow.split(ranks, 1), strict=True)
-        into = zip(dnarrow.split(ranks, 1), ups, self.scales, strict=True)
-        for (dout, small), (dsmall, up, scale) in zip(columns, into, strict=True):
-            torch.mm(dout, up, out=dsmall).mul_(scale)
-            of_ups.append(torch.mm(dout.t(), small).mul_(scale))
-        of_downs = torch.mm(dnarrow.t(), x).split(ranks)
-        dx = self._base_gradient(dy).addmm_(dnarrow, down) if wanted else None
-        return dx, [*of_downs, *of_ups]
+        dnarrow = self.narrow_gradient(dy, ups)
+        of_downs = torch.mm(dnarrow.t(), x).split([up.shape[1] for up in ups])
+        dx = self.base_gradient(dy).addmm_(dnarrow, down) if wanted else None
+        return dx, [*of_downs, *self.up_gradients(dy, narrow, ups)]
 
-    def _base_gradient(self, dy: Tensor) -> Tensor:
+    def narrow_gradient(self, dy: Tensor, ups: Sequence[Tensor]) -> Tensor:
+        """Of x through A [M, R]."""
+        ranks = [up.shape[1] for up in ups]
+        dnarrow = dy.new_empty(len(dy), sum(ranks))
+        columns = zip(dy.split(self.sizes, 1), dnarrow.split(ranks, 1), strict=True)
+        for (dout, dsmall), up, scale in zip(columns, ups, self.scales, strict=True):
+            torch.mm(dout, up, out=dsmall).mul_(scale)
+        return dnarrow
+
+    def up_gradients(self, dy: Tensor, narrow: Tensor, ups: Sequence[Tensor]) -> list[Tensor]:
+        """Of all B."""
+        columns = zip(
+            dy.split(self.sizes, 1),
+            narrow.split([up.shape[1] for up in ups], 1),
+            self.scales,
+            strict=True,
+        )
+        return [torch.mm(dout.t(), small).mul_(scale) for dout, small, scale in columns]
+
+    def base_gradient(self, dy: Tensor) -> Tensor:
+        """Of x, through the frozen layers alone."""
         if self.whole is not None:
             return torch.mm(dy, self.whole[0])
         pieces = dy.split(self.sizes, 1)
@@ -143,35 +160,59 @@ class _LoraLinear(torch.autograd.Function):
 class _LoraMlp(torch.autograd.Function):
     """down(silu(gate)·up), each with its adapter. What `down` reads is computed again for its
     gradients.
+
+    Kernels compute with what the frozen gate and up give, which is kept as it is
+    (`kernels.lora_gate`); where they cannot, what the adapters add is added to it in memory.
     """
 
     @staticmethod
     def forward(ctx, wide, last, x, *adapters):  # type: ignore[no-untyped-def]
         rows = x.flatten(0, -2)
-        of_wide, of_last = (
-            wide.adapters(adapters[:4], x.dtype),
-            last.adapters(adapters[4:], x.dtype),
-        )
-        both, narrow = wide.multiply(rows, *of_wide)
-        y, narrow_last = last.multiply(gated_halves(both), *of_last)
-        kept = [part for down, ups in (of_wide, of_last) for part in (down, *ups)]
-        ctx.save_for_backward(rows, both, narrow, narrow_last, *kept)
+        down, ups = wide.adapters(adapters[:4], x.dtype)
+        last_down, last_ups = last.adapters(adapters[4:], x.dtype)
+        both, narrow = wide.base(rows), F.linear(rows, down)
+        ctx.kernels = _kernels(both, [up.shape[1] for up in (*ups, *last_ups)])
+        if ctx.kernels is None:
+            inner = gated_halves(wide.widen(both, narrow, ups))
+            narrow_last = F.linear(inner, last_down)
+        else:
+            inner, narrow_last = ctx.kernels.gated(both, narrow, ups, wide.scales, last_down)
+        y = last.widen(last.base(inner), narrow_last, last_ups)
+        ctx.save_for_backward(rows, both, narrow, narrow_last, down, *ups, last_down, *last_ups)
         ctx.parts = wide, last
         ctx.dtypes = [part.dtype for part in adapters]
         return y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        rows, both, narrow, narrow_last, *kept = ctx.saved_tensors
+        rows, both, narrow, narrow_last, down, *ups, last_down, last_up = ctx.saved_tensors
         wide, last = ctx.parts
-        inner = gated_halves(both)
-        dinner, of_last = last.gradients(dy.flatten(0, -2), inner, narrow_last, kept[3], kept[4:])
-        dboth = halves_backward(both, dinner)
-        dx, of_wide = wide.gradients(
-            dboth, rows, narrow, kept[0], kept[1:3], ctx.needs_input_grad[2]
-        )
+        wanted = ctx.needs_input_grad[2]
+        dout = dy.flatten(0, -2)
+        if ctx.kernels is None:
+            inner = gated_halves(both)
+            dinner, of_last = last.gradients(dout, inner, narrow_last, last_down, [last_up])
+            dboth = halves_backward(both, dinner)
+            dx, of_wide = wide.gradients(dboth, rows, narrow, down, ups, wanted)
+        else:
+            dnarrow = last.narrow_gradient(dout, [last_up])
+            dboth, (*of_ups, of_last_down) = ctx.kernels.gated_backward(
+                both, narrow, ups, wide.scales, last_down, last.base_gradient(dout), dnarrow
+            )
+            of_last = [of_last_down, *last.up_gradients(dout, narrow_last, [last_up])]
+            dnarrow = wide.narrow_gradient(dboth, ups)
+            of_downs = torch.mm(dnarrow.t(), rows).split([up.shape[1] for up in ups])
+            dx = wide.base_gradient(dboth).addmm_(dnarrow, down) if wanted else None
+            of_wide = [*of_downs, *of_ups]
         dx = None if dx is None else dx.view(*dy.shape[:-1], -1)
         return None, None, dx, *_cast([*of_wide, *of_last], ctx)
+
+
+def _kernels(both: Tensor, ranks: Sequence[int]) -> Any:
+    """The module of kernels, where it takes gate and up [M, 2I] with adapters of such ranks."""
+    from reinforge.models.kernels import lora_gate
+
+    return lora_gate if lora_gate.takes(both, ranks) else None
 
 
 def lora_linear(linears: LoraLinears, x: Tensor, adapters: Sequence[Tensor]) -> Tensor:
