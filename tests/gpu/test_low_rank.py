@@ -40,6 +40,8 @@ FAMILIES = [
     (3, 128, [(40, 0), (64, 64), (16, 4)]),
     (70, 260, [(70, 16), (33, 64), (33, 8)]),
     (20, 300, [(70, 80)]),
+    (2, 2300, [(40, 16), (16, 4)]),  # more parts than are added up at once
+    (40, 600, [(40, 80), (16, 16)]),
 ]
 
 
@@ -152,6 +154,28 @@ def test_a_gate_with_adapters(
     gate, up = (wide(half) for half in y.chunk(2, -1))
     silu = wide((gate / (1 + torch.exp(-gate))).to(dtype))
     torch.testing.assert_close(wide(got), wide((silu * up).to(dtype)), **bounds(dtype))
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+@pytest.mark.parametrize("ranks", [(16, 80), (0, 4), (8, 0)])
+def test_a_program_of_a_gate_with_several_tiles(
+    ranks: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten tiles for four programs, and the last tile is not full: the bits of one program each."""
+    from reinforge.models.kernels import low_rank
+
+    torch.manual_seed(4)
+    outer = 600
+    adapters = family(600, [(outer, rank) for rank in ranks])
+    x, y = random(5, 600, dtype=dtype), random(5, 2 * outer, dtype=dtype)
+    narrow = low_rank.shrink(x, adapters)
+    one_each = low_rank.gated_expand(y, narrow, adapters)
+    monkeypatch.setattr(low_rank, "MULTIPROCESSORS", 1)
+    several = low_rank.gated_expand(y, narrow, adapters)
+    assert torch.equal(one_each, several)
+    want = decode_ops.silu_mul(wide(y) + added(x, adapters, 2 * outer))
+    close = bounds(dtype)
+    torch.testing.assert_close(wide(several), want, atol=close["atol"], rtol=4 * close["rtol"])
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)

@@ -25,6 +25,7 @@ from reinforge.models.projections import Adapter
 
 MOST = 3  # adapters of a family
 RANKS = 64  # that a tile has room for; larger ranks take several
+SUMMANDS = tl.constexpr(4096)  # of a narrow product, which are read at once
 
 
 def add(y: Tensor, x: Tensor, adapters: Sequence[Adapter]) -> None:
@@ -99,13 +100,16 @@ def _shrink(
     tl.store(at, acc, mask=(m < M)[:, None] & (r < rank)[None, :])
 
 
-def rows_of(rows: int, dtype: torch.dtype) -> int:
-    """Rows of a tile, in both products: an adapter is read once for every tile. Products in float32
-    are not of tensor cores, and have no room for many.
+def narrow_tile(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Rows and inputs of a tile of `shrink`, warps, and how many tiles are on their way: an adapter
+    is read once for every tile of rows. Products in float32 are not of tensor cores, and have no
+    room for many.
     """
     if rows <= 16:
-        return 16
-    return 32 if rows <= 256 or dtype == torch.float32 else 64
+        bm = 16
+    else:
+        bm = 32 if rows <= 256 or dtype == torch.float32 else 64
+    return bm, 32 if dtype == torch.float32 else 128, 4, 4 if bm <= 32 else 3
 
 
 def part_of(tiles: int, bm: int, inner: int, bk: int) -> int:
@@ -131,8 +135,8 @@ def shrink(x: Tensor, adapters: Sequence[Adapter]) -> Tensor:
     assert len(adapters) <= MOST and x.stride(1) == 1
     rows, inner = x.shape
     ranks = [adapter.rank for adapter in adapters]
-    bm, br = rows_of(rows, x.dtype), ranks_of(adapters)
-    bk = 128 if x.element_size() == 2 else 32
+    br = ranks_of(adapters)
+    bm, bk, warps, stages = narrow_tile(rows, x.dtype)
     tiles = ceil_div(rows, bm), sum(ceil_div(rank, br) for rank in ranks)
     per = part_of(tiles[0] * tiles[1], bm, inner, bk)
     count = ceil_div(inner, per)
@@ -150,8 +154,8 @@ def shrink(x: Tensor, adapters: Sequence[Adapter]) -> Tensor:
         BM=bm,
         BR=br,
         BK=bk,
-        num_warps=4,
-        num_stages=4 if bm <= 32 else 3,
+        num_warps=warps,
+        num_stages=stages,
         **early(),
     )
     return narrow
@@ -166,39 +170,69 @@ def _padded(some: list[Any], other: Any = None) -> list[Any]:
 
 
 @triton.jit
+def _narrow(
+    T,
+    m,
+    first,
+    M,
+    rank,
+    parts,
+    DTYPE: tl.constexpr,
+    TOTAL: tl.constexpr,
+    PARTS: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """[BM, BR]: the sum of the parts of T, of ranks `first` and after. PARTS: as many at most."""
+    r = first + tl.arange(0, BR)
+    # a reduction, for the compiler moves plain sums behind the change of layout that a product
+    # needs, which then happens to every part, one after the other
+    some: tl.constexpr = max(1, min(PARTS, SUMMANDS // (m.shape[0] * BR)))
+    p = tl.arange(0, some)
+    row = p[:, None, None].to(tl.int64) * M + m[None, :, None]
+    at = T + row * TOTAL + r[None, None, :]
+    there = (m < M)[None, :, None] & (r < rank)[None, None, :]
+    summands = tl.zeros([some, m.shape[0], BR], tl.float32)
+    for begin in tl.static_range(0, PARTS, some):
+        real = there & (begin + p < parts)[:, None, None]
+        summands += tl.load(at + (begin * M).to(tl.int64) * TOTAL, mask=real, other=0.0)
+    return tl.sum(summands, 0).to(DTYPE)
+
+
+@triton.jit
+def _up(UP, n, there, first, rank, BR: tl.constexpr):
+    """[BR, BN], not yet rounded: ranks `first` and after of outputs n."""
+    r = first + tl.arange(0, BR)
+    at = UP + n[None, :] * rank + r[:, None]
+    return tl.load(at, mask=(r < rank)[:, None] & there[None, :], other=0.0)
+
+
+@triton.jit
 def _widened(
+    narrow,
+    up,
     T,
     UP,
     m,
     n,
+    there,
     M,
-    N,
     rank,
     parts,
-    DTYPE: tl.constexpr,
     RANK: tl.constexpr,
     TOTAL: tl.constexpr,
     PARTS: tl.constexpr,
-    WAITS: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """[BM, BN] in float32: the sum of the parts of T times UP transposed. RANK and PARTS: as many
-    at most. WAITS: for the kernel before, which does not write UP.
+    """[BM, BN] in float32: the narrow product times UP transposed, of which `narrow` and `up` are
+    the first ranks. RANK: as many at most.
     """
-    precision: tl.constexpr = "ieee" if tl.float32 == DTYPE else "tf32"
-    acc = tl.zeros([m.shape[0], n.shape[0]], tl.float32)
-    for first in tl.static_range(0, RANK, BR):
-        r = first + tl.arange(0, BR)
-        up_there = (r < rank)[:, None] & (n < N)[None, :]
-        up = tl.load(UP + n[None, :] * rank + r[:, None], mask=up_there, other=0.0).to(DTYPE)
-        if WAITS and first == 0:
-            tl.extra.cuda.gdc_wait()
-        there = (m < M)[:, None] & (r < rank)[None, :]
-        narrow = tl.zeros([m.shape[0], BR], tl.float32)
-        for part in tl.static_range(PARTS):
-            at = T + (part * M + m).to(tl.int64)[:, None] * TOTAL + r[None, :]
-            narrow += tl.load(at, mask=there & (part < parts), other=0.0)
-        acc = tl.dot(narrow.to(DTYPE), up, acc, input_precision=precision)
+    dtype: tl.constexpr = narrow.dtype
+    precision: tl.constexpr = "ieee" if tl.float32 == dtype else "tf32"
+    acc = tl.dot(narrow, up.to(dtype), input_precision=precision)
+    for first in tl.static_range(BR, RANK, BR):
+        more = _narrow(T, m, first, M, rank, parts, dtype, TOTAL, PARTS, BR)
+        up = _up(UP, n, there, first, rank, BR).to(dtype)
+        acc = tl.dot(more, up, acc, input_precision=precision)
     return acc
 
 
@@ -245,24 +279,29 @@ def _expand(
     rank = _pick(adapter, R1, R2, R3)
     n = (tile - _pick(adapter, 0, second, third)) * BN + tl.arange(0, BN)
     t = T + _pick(adapter, 0, R1, R1 + R2)
-    up = _pick(adapter, UP1, UP2, UP3)
-    if EARLY:
+    up_of = _pick(adapter, UP1, UP2, UP3)
+    up = _up(up_of, n, n < size, 0, rank, BR)
+    if EARLY:  # for the kernel before, which does not write UP
         tl.extra.cuda.gdc_launch_dependents()
-    more = _widened(t, up, m, n, M, size, rank, parts, DTYPE, RANK, total, PARTS, EARLY, BR)
-    more *= _pick(adapter, scale1, scale2, scale3)
+        tl.extra.cuda.gdc_wait()
     begin = _pick(adapter, begin1, begin2, begin3)
     at = Y + m.to(tl.int64)[:, None] * y_m + (begin + n)[None, :]
     there = (m < M)[:, None] & (n < size)[None, :]
     y = tl.load(at, mask=there, other=0.0)
+    narrow = _narrow(t, m, 0, M, rank, parts, DTYPE, total, PARTS, BR)
+    more = _widened(narrow, up, t, up_of, m, n, n < size, M, rank, parts, RANK, total, PARTS, BR)
+    more *= _pick(adapter, scale1, scale2, scale3)
     tl.store(at, (y.to(tl.float32) + more).to(y.dtype), mask=there)
 
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def outputs_of(rows: int, dtype: torch.dtype) -> int:
-    """Outputs of a tile: few rows leave room for more programs."""
-    return 64 if rows <= 16 or dtype == torch.float32 else 128
+def wide_tile(rows: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Rows and outputs of a tile of `expand`, and warps: few rows leave room for more programs."""
+    if dtype == torch.float32 or rows <= 16:
+        return 16 if rows <= 16 else 32, 64, 4
+    return (32, 128, 4) if rows <= 256 else (64, 128, 8)
 
 
 def expand(y: Tensor, narrow: Tensor, adapters: Sequence[Adapter], dtype: torch.dtype) -> None:
@@ -272,7 +311,7 @@ def expand(y: Tensor, narrow: Tensor, adapters: Sequence[Adapter], dtype: torch.
     """
     assert y.stride(1) == 1
     parts, rows, _ = narrow.shape
-    bm, bn = rows_of(rows, dtype), outputs_of(rows, dtype)
+    bm, bn, warps = wide_tile(rows, dtype)
     ranks = [adapter.rank for adapter in adapters]
     sizes = [len(adapter.up) for adapter in adapters]
     _expand[(sum(ceil_div(size, bn) for size in sizes), ceil_div(rows, bm))](
@@ -292,7 +331,7 @@ def expand(y: Tensor, narrow: Tensor, adapters: Sequence[Adapter], dtype: torch.
         BM=bm,
         BN=bn,
         BR=ranks_of(adapters),
-        num_warps=8 if bm == 64 else 4,
+        num_warps=warps,
         **early(),
     )
 
@@ -321,30 +360,59 @@ def _gated_expand(
     BN: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """One program per (tile of outputs, tile of rows): silu of column n of Y times column N + n,
-    each with what its adapter adds. A rank of 0: it has none.
+    """Program i of (some, tiles of rows) goes through tiles i, i + some, .. of the outputs: silu of
+    column n of Y times column N + n, each with what its adapter adds. What a tile reads is on its
+    way while the one before is computed. A rank of 0: it has none.
     """
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
+    tile = tl.program_id(0)
+    n = tile * BN + tl.arange(0, BN)
     dtype: tl.constexpr = Y.dtype.element_ty
     total: tl.constexpr = R1 + R2
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    gate = tl.zeros([BM, BN], tl.float32)
-    up = tl.zeros([BM, BN], tl.float32)
     if R1 > 0:
-        gate = scale1 * _widened(T, UP1, m, n, M, N, R1, parts, dtype, R1, total, PARTS, EARLY, BR)
+        gate_up = _up(UP1, n, n < N, 0, R1, BR)
     if R2 > 0:
-        waits: tl.constexpr = EARLY and R1 == 0
-        up = scale2 * _widened(
-            T + R1, UP2, m, n, M, N, R2, parts, dtype, R2, total, PARTS, waits, BR
-        )
-    at = Y + m.to(tl.int64)[:, None] * y_m + n[None, :]
-    there = (m < M)[:, None] & (n < N)[None, :]
-    gate += tl.load(at, mask=there, other=0.0).to(tl.float32)
-    up += tl.load(at + N, mask=there, other=0.0).to(tl.float32)
-    to = OUT + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(to, _gated(gate, up, dtype), mask=there)
+        up_up = _up(UP2, n, n < N, 0, R2, BR)
+    if EARLY:  # for the kernel before, which does not write UP1 and UP2
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    rows = Y + m.to(tl.int64)[:, None] * y_m
+    to = OUT + m.to(tl.int64)[:, None] * N
+    real = (m < M)[:, None]
+    gate_y = tl.load(rows + n[None, :], mask=real & (n < N)[None, :], other=0.0)
+    up_y = tl.load(rows + N + n[None, :], mask=real & (n < N)[None, :], other=0.0)
+    if R1 > 0:
+        gate_t = _narrow(T, m, 0, M, R1, parts, dtype, total, PARTS, BR)
+    if R2 > 0:
+        up_t = _narrow(T + R1, m, 0, M, R2, parts, dtype, total, PARTS, BR)
+    for _ in range(tile, tl.cdiv(N, BN), tl.num_programs(0)):
+        there = n < N
+        next = n + tl.num_programs(0) * BN
+        gate = gate_y.to(tl.float32)
+        up = up_y.to(tl.float32)
+        gate_y = tl.load(rows + next[None, :], mask=real & (next < N)[None, :], other=0.0)
+        up_y = tl.load(rows + N + next[None, :], mask=real & (next < N)[None, :], other=0.0)
+        if R1 > 0:
+            now = gate_up
+            gate_up = _up(UP1, next, next < N, 0, R1, BR)
+            gate += scale1 * _widened(
+                gate_t, now, T, UP1, m, n, there, M, R1, parts, R1, total, PARTS, BR
+            )
+        if R2 > 0:
+            now = up_up
+            up_up = _up(UP2, next, next < N, 0, R2, BR)
+            up += scale2 * _widened(
+                up_t, now, T + R1, UP2, m, n, there, M, R2, parts, R2, total, PARTS, BR
+            )
+        tl.store(to + n[None, :], _gated(gate, up, dtype), mask=real & there[None, :])
+        n = next
+
+
+def gated_tile(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Rows and outputs of a tile of `gated_expand`, warps, and programs of a multiprocessor, each
+    of which adds up the parts of its rows once.
+    """
+    return (16 if rows <= 16 else 32), 64, 4, 4
 
 
 def gated_expand(y: Tensor, narrow: Tensor, adapters: Sequence[Adapter]) -> Tensor:
@@ -356,8 +424,10 @@ def gated_expand(y: Tensor, narrow: Tensor, adapters: Sequence[Adapter]) -> Tens
     by_half = {adapter.first // size: adapter for adapter in adapters}
     halves = [by_half.get(half) for half in range(2)]
     ranks = [0 if half is None else half.rank for half in halves]
-    bm, bn = rows_of(rows, y.dtype), outputs_of(rows, y.dtype)
-    _gated_expand[(ceil_div(size, bn), ceil_div(rows, bm))](
+    bm, bn, warps, places = gated_tile(rows, y.dtype)
+    tiles = ceil_div(rows, bm)
+    some = min(ceil_div(size, bn), ceil_div(MULTIPROCESSORS * places, tiles))
+    _gated_expand[(some, tiles)](
         y,
         narrow,
         *(narrow if half is None else half.up.contiguous() for half in halves),
@@ -372,7 +442,7 @@ def gated_expand(y: Tensor, narrow: Tensor, adapters: Sequence[Adapter]) -> Tens
         BM=bm,
         BN=bn,
         BR=ranks_of(adapters),
-        num_warps=8 if bm == 64 else 4,
+        num_warps=warps,
         **early(),
     )
     return out
