@@ -81,13 +81,9 @@ def _attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    out = layout.attend(
-        int(module.layer_idx),
-        q[0].transpose(0, 1),
-        k[0].transpose(0, 1),
-        v[0].transpose(0, 1),
-        rule,
-    )
+    # the gradient of a squeeze is a view; that of an index is written into zeros, head by head
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
+    out = layout.attend(int(module.layer_idx), q, k, v, rule)
     return out[None], None
 
 

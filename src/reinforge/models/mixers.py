@@ -118,7 +118,7 @@ def _convolution(plain: Primitive, functions: dict[str, Any]) -> Primitive:
             out: Tensor = plain(x, weight, bias, activation=activation, **kwargs)
             return out
         assert x.shape[0] == 1, f"packed forward has batch size 1, got {x.shape[0]}"
-        found = mixer.flow.convolve(mixer.key(), x[0].t(), weight, bias, activation)
+        found = mixer.flow.convolve(mixer.key(), x.squeeze(0).t(), weight, bias, activation)
         return found.t()[None]
 
     return convolution
@@ -144,7 +144,7 @@ def _gated_delta(
             out: tuple[Tensor, Tensor | None] = own(query, key, value, g=g, beta=beta, **kwargs)
             return out
         rule = GatedDelta(plain, by_token, bool(kwargs.get("use_qk_l2norm_in_kernel")))
-        parts = [x[0] for x in (query, key, value, g, beta)]
+        parts = [x.squeeze(0) for x in (query, key, value, g, beta)]
         return mixer.flow.scan(mixer.key(), rule, parts)[None], None
 
     return gated_delta
@@ -186,10 +186,11 @@ def _state_space(plain: Primitive, functions: dict[str, Any]) -> Primitive:
                 dt_limit=dt_limit,
                 **kwargs,
             )
-        step = _time_step(dt[0], dt_bias, dt_softplus).clamp(*dt_limit)
-        out = mixer.flow.scan(mixer.key(), StateSpace(A), [x[0], step, B[0], C[0]])
+        x, dt, B, C = (part.squeeze(0) for part in (x, dt, B, C))
+        step = _time_step(dt, dt_bias, dt_softplus).clamp(*dt_limit)
+        out = mixer.flow.scan(mixer.key(), StateSpace(A), [x, step, B, C])
         if D is not None:
-            out = out + D[:, None] * x[0].float()
+            out = out + D[:, None] * x.float()
         return out[None]
 
     return state_space

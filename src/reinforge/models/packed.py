@@ -164,7 +164,7 @@ class PackedModel:
                 layout=layout,
                 places=positions,
             )
-        hidden: Tensor = out.last_hidden_state[0]
+        hidden: Tensor = out.last_hidden_state.squeeze(0)
         # Mamba adds layers up in float32, and its head reads the precision of the model
         return hidden.to(self.dtype) if hidden.dtype == torch.float32 else hidden
 

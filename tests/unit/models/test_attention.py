@@ -168,6 +168,41 @@ def test_calls_that_cannot_be_right_are_refused() -> None:
         _attention(module, q.expand(2, -1, -1, -1), q, q, layout=PackedLayout([3], starts_of([3])))
 
 
+class _Known(torch.autograd.Function):
+    """Attention whose gradients are known tensors."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, grads):  # type: ignore[no-untyped-def]
+        ctx.grads = grads
+        return torch.zeros(*q.shape[:2], v.shape[2])
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        return *(grad.view_as(grad) for grad in ctx.grads), None
+
+
+def test_gradients_reach_the_projections_without_a_copy() -> None:
+    """What attention computes as gradients [N, H, D] is what projections get as [1, N, H·D]."""
+    grads = qkv(5, seed=1)
+
+    class Known:
+        def attend(self, layer: int, *inputs: object) -> Tensor:
+            out: Tensor = _Known.apply(*inputs[:3], grads)
+            return out
+
+    module = torch.nn.Module()
+    module.layer_idx = 0  # type: ignore[assignment]
+    projected = [x.flatten(1)[None].requires_grad_() for x in qkv(5)]
+    heads = [
+        x.view(1, 5, -1, size).transpose(1, 2) for x, size in zip(projected, (D, D, V), strict=True)
+    ]
+    out, _ = _attention(module, *heads, layout=Known())  # type: ignore[arg-type]
+    found = torch.autograd.grad(out.sum(), projected)
+    for ours, known in zip(found, grads, strict=True):
+        assert ours.data_ptr() == known.data_ptr()
+        assert torch.equal(ours, known.flatten(1)[None])
+
+
 @pytest.mark.parametrize("window", [None, 8])
 def test_the_kernel_for_gpus_takes_what_it_is_given(window: int | None) -> None:
     """It is an operator below torch's public surface: without a GPU at least its arguments and
