@@ -124,6 +124,50 @@ def test_ropes_are_found_by_what_they_compute() -> None:
     assert not is_usual(modeling_glm.apply_rotary_pos_emb)  # pairs of neighbours
 
 
+@pytest.mark.parametrize("rows", [1, 5, 67])
+@pytest.mark.parametrize("size", [40, 896, 3000])
+def test_a_program_of_a_gradient_has_several_tiles_of_rows(
+    rows: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64: the last tile of a program is that of another, and the last of all has rows
+    that are not there; more parts of the weight's gradient than are fetched at once.
+    """
+    from reinforge.models.kernels import norm as kernels
+
+    monkeypatch.setattr(kernels, "SUM_TILE", 16)  # two parts of eight columns
+    tile = kernels.BackwardTile(rows=2, warps=4, ahead=3, programs=9)
+    monkeypatch.setattr(kernels.BackwardTile, "of", lambda size: tile)
+    parts = [normal(rows, size).requires_grad_(), normal(size, seed=1).requires_grad_()]
+    weights = normal(rows, size, seed=2)
+    found = torch.autograd.grad((kernel_norm(*parts, EPS) * weights).sum(), parts)
+    x, weight = (part.detach().double().requires_grad_() for part in parts)
+    true = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
+    want = torch.autograd.grad((true * weights).sum(), (x, weight))
+    for one, two in zip(found, want, strict=True):
+        torch.testing.assert_close(one.double(), two, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads"),
+    [((5, 24), 1), ((1, 5, 24), 1), ((1, 5, 3, 24), 1), ((4, 5, 24), 1), ((1, 4, 5, 24), 5)],
+    ids=str,
+)
+def test_rows_that_are_equally_far_apart_are_one_dimension(
+    shape: tuple[int, ...], heads: int
+) -> None:
+    """The kernels divide a row's number by that of heads where these lie apart. The last shape is
+    a slice of wider rows of heads.
+    """
+    from reinforge.models.kernels.norm import _rows_of_both
+
+    wide = normal(*shape[:-2], 2 * shape[-2] if heads > 1 else shape[-2], shape[-1])
+    x = wide[..., : shape[-2], :]
+    rows, _ = _rows_of_both(x, None)
+    assert rows.shape == (x.numel() // 24 // heads, heads, 24)
+    assert rows.data_ptr() == x.data_ptr()
+    assert torch.equal(rows.reshape(x.shape), x)
+
+
 def test_sums_over_rows_have_the_same_bits_twice() -> None:
     rows = 4000 if ON_GPU else 40  # the interpreter takes its time for each program
     x, weight, weights = normal(rows, 64), normal(64, seed=1), normal(rows, 64, seed=2)

@@ -6,6 +6,8 @@ Legend: N rows, E numbers that are normed together.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +15,27 @@ from torch import Tensor
 
 from reinforge.models.kernels.common import MULTIPROCESSORS, ceil_div, early, next_power
 
-PARTS = 8 * MULTIPROCESSORS  # programs that share the rows of a gradient
+SUM_COLUMNS = 8  # of a program that sums parts of a weight's gradient
+SUM_TILE = 4096  # numbers that it fetches at once
+
+
+class BackwardTile(NamedTuple):
+    """How the rows of a gradient are shared out. A function of their size alone, for sums over rows
+    depend on it.
+    """
+
+    rows: int  # that a program has at once
+    warps: int  # of a program
+    ahead: int  # tiles that are on their way or computed with
+    programs: int  # at most: as many as are at work at the same time, or the last ones work alone
+
+    @classmethod
+    def of(cls, size: int) -> BackwardTile:
+        """For rows of so many numbers: eight to a thread, so that many threads wait for memory."""
+        block = next_power(size)
+        rows = max(1, 1024 // block)
+        warps = min(max(4, block // 256), 32)
+        return cls(rows, warps, 3, 32 // warps * MULTIPROCESSORS)
 
 
 @triton.jit
@@ -35,14 +57,15 @@ def _rms_norm(
     BE: tl.constexpr,
 ):
     """One program per row; rounded where transformers rounds."""
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0)
+    n, h = (row // H).to(tl.int64), (row % H).to(tl.int64)
     e = tl.arange(0, BE)
     there = e < E
     weight = tl.load(WEIGHT + e, mask=there, other=0.0).to(tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x = tl.load(X + row // H * x_n + row % H * x_h + e, mask=there, other=0.0)
+    x = tl.load(X + n * x_n + h * x_h + e, mask=there, other=0.0)
     dtype = x.dtype
     wide = x.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / E + eps)
@@ -51,10 +74,10 @@ def _rms_norm(
     else:
         y = (weight * normed.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     if GATED:
-        gate = tl.load(GATE + row // H * g_n + row % H * g_h + e, mask=there, other=0.0)
+        gate = tl.load(GATE + n * g_n + h * g_h + e, mask=there, other=0.0)
         gate = gate.to(tl.float32)
         y = y * (gate / (1.0 + tl.exp(-gate)))
-    tl.store(Y + row * E + e, y.to(dtype), mask=there)
+    tl.store(Y + row.to(tl.int64) * E + e, y.to(dtype), mask=there)
 
 
 def rms_norm(
@@ -97,7 +120,7 @@ def _rms_norm_backward(
     DY,
     DX,
     DGATE,
-    DWEIGHT,
+    PARTS,
     N,
     E,
     H,
@@ -112,28 +135,31 @@ def _rms_norm_backward(
     WEIGHS: tl.constexpr,
     BN: tl.constexpr,
     BE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """One program for `each` rows, BN at a time. With n = x·r, r = 1 / sqrt(mean(x²) + eps) and
-    h = w·∂y: ∂x = r·(h - n·mean(h·n)); DWEIGHT [programs, E] are sums of ∂y·n, if it WEIGHS.
+    """One program for `each` rows, BN at a time, of which AHEAD - 1 tiles are fetched while one is
+    computed. With n = x·r, r = 1 / sqrt(mean(x²) + eps) and h = w·∂y: ∂x = r·(h - n·mean(h·n));
+    PARTS [programs, E] are sums of ∂y·n, if it WEIGHS.
     """
     first = tl.program_id(0) * each
+    last = tl.minimum(first + each, N)
     e = tl.arange(0, BE)
     weight = tl.load(WEIGHT + e, mask=e < E, other=0.0).to(tl.float32)
     scale = 1.0 + weight if CENTRED else weight
-    total = tl.zeros([BE], tl.float32)
-    for begin in range(first, first + each, BN):
-        row = (begin + tl.arange(0, BN)).to(tl.int64)
-        there = ((row < N) & (row < first + each))[:, None] & (e < E)[None, :]
-        flat = row[:, None] * E + e[None, :]
-        x_at = (row // H * x_n + row % H * x_h)[:, None] + e[None, :]
-        x = tl.load(X + x_at, mask=there, other=0.0)
+    total = tl.zeros([BN, BE], tl.float32)
+    for begin in tl.range(first, last, BN, num_stages=AHEAD):
+        row = begin + tl.arange(0, BN)
+        there = (row < last)[:, None] & (e < E)[None, :]
+        flat = row.to(tl.int64)[:, None] * E + e[None, :]
+        n, h = (row // H).to(tl.int64), (row % H).to(tl.int64)
+        x = tl.load(X + (n * x_n + h * x_h)[:, None] + e[None, :], mask=there, other=0.0)
+        dy = tl.load(DY + flat, mask=there, other=0.0).to(tl.float32)
         dtype = x.dtype
         x = x.to(tl.float32)
-        dy = tl.load(DY + flat, mask=there, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(x * x, 1) / E + eps)[:, None]
         normed = x * inverse
         if GATED:
-            g_at = (row // H * g_n + row % H * g_h)[:, None] + e[None, :]
+            g_at = (n * g_n + h * g_h)[:, None] + e[None, :]
             gate = tl.load(GATE + g_at, mask=there, other=0.0).to(tl.float32)
             chance = 1.0 / (1.0 + tl.exp(-gate))
             slope = chance * (1.0 + gate * (1.0 - chance))
@@ -141,12 +167,25 @@ def _rms_norm_backward(
             tl.store(DGATE + flat, dgate.to(DGATE.dtype.element_ty), mask=there)
             dy = dy * gate * chance
         if WEIGHS:
-            total += tl.sum(dy * normed, 0)
-        h = dy * scale[None, :]
-        dx = inverse * (h - normed * (tl.sum(h * normed, 1) / E)[:, None])
+            total += dy * normed
+        dn = dy * scale[None, :]
+        dx = inverse * (dn - normed * (tl.sum(dn * normed, 1) / E)[:, None])
         tl.store(DX + flat, dx.to(dtype), mask=there)
     if WEIGHS:
-        tl.store(DWEIGHT + tl.program_id(0) * E + e, total, mask=e < E)
+        at = PARTS + tl.program_id(0).to(tl.int64) * E
+        tl.store(at + e, tl.sum(total, 0), mask=e < E)
+
+
+@triton.jit
+def _sum_parts(PARTS, SUM, P, E, BP: tl.constexpr, BE: tl.constexpr):
+    """One program for BE columns of PARTS [P, E]: every BP-th part first, then these sums."""
+    e = tl.program_id(0) * BE + tl.arange(0, BE)
+    total = tl.zeros([BP, BE], tl.float32)
+    for begin in range(0, P, BP):
+        part = begin + tl.arange(0, BP)
+        there = (part < P)[:, None] & (e < E)[None, :]
+        total += tl.load(PARTS + part[:, None] * E + e[None, :], mask=there, other=0.0)
+    tl.store(SUM + e, tl.sum(total, 0).to(SUM.dtype.element_ty), mask=e < E)
 
 
 def rms_norm_backward(
@@ -166,11 +205,10 @@ def rms_norm_backward(
     count = x.numel() // size
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dgate = None if gate is None else torch.empty(x.shape, dtype=gate.dtype, device=x.device)
-    block = next_power(size)
-    at_once = max(1, 2048 // block)
-    each = ceil_div(ceil_div(max(count, 1), PARTS), at_once) * at_once
+    tile = BackwardTile.of(size)
+    each = ceil_div(ceil_div(max(count, 1), tile.programs), tile.rows) * tile.rows
     programs = ceil_div(count, each)
-    sums = torch.empty(programs if weighs else 0, size, dtype=torch.float32, device=x.device)
+    parts = torch.empty(programs if weighs else 0, size, dtype=torch.float32, device=x.device)
     if count:
         rows, gates = _rows_of_both(x, gate)
         _rms_norm_backward[(programs,)](
@@ -180,7 +218,7 @@ def rms_norm_backward(
             dy.contiguous(),
             dx,
             dx if dgate is None else dgate,
-            sums,
+            parts,
             count,
             size,
             rows.shape[1],
@@ -193,26 +231,44 @@ def rms_norm_backward(
             CENTRED=centred,
             GATED=gate is not None,
             WEIGHS=weighs,
-            BN=at_once,
-            BE=block,
-            num_warps=16 if size > 4096 else 8 if size > 2048 else 4,
+            BN=tile.rows,
+            BE=next_power(size),
+            AHEAD=tile.ahead,
+            num_warps=tile.warps,
         )
-    return dx, sums.sum(0).to(weight.dtype) if weighs else None, dgate
+    return dx, _summed(parts, weight.dtype) if weighs else None, dgate
+
+
+def _summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """[E], rounded, of parts [P, E] in float32, added up in an order that P alone decides."""
+    count, size = parts.shape
+    total = torch.empty(size, dtype=dtype, device=parts.device)
+    block = min(next_power(size), SUM_COLUMNS)
+    _sum_parts[(ceil_div(size, block),)](
+        parts, total, count, size, BP=SUM_TILE // block, BE=block, num_warps=8
+    )
+    return total
 
 
 def _rows_of_both(x: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x and gate as [N, H, E] with the same H; without a gate x twice."""
+    """x and gate as [N, H, E] with the same H; without a gate x twice. H is 1, and kernels divide
+    no places by it, where all rows of each are equally far apart.
+    """
     rows = _rows(x)
     gates = rows if gate is None else _rows(gate.expand(x.shape))
     if gates.shape[1] != rows.shape[1]:
-        rows, gates = (part.reshape(1, -1, x.shape[-1]) for part in (rows, gates))
+        rows, gates = (part.reshape(-1, 1, x.shape[-1]) for part in (rows, gates))
+    if all(part.stride(0) == part.shape[1] * part.stride(1) for part in (rows, gates)):
+        rows, gates = (part.view(-1, 1, x.shape[-1]) for part in (rows, gates))
     return rows, gates
 
 
 def _rows(x: Tensor) -> Tensor:
     """x as [N, H, E] without a copy, where it lies so."""
-    if x.ndim == 4 and x.shape[0] == 1:
+    while x.ndim > 2 and x.shape[0] == 1:
         x = x[0]
-    if x.ndim == 3 and x.stride(-1) == 1:
+    if x.ndim == 2 and x.stride(1) == 1:
+        return x[:, None]
+    if x.ndim == 3 and x.stride(2) == 1:
         return x
-    return x.reshape(1, -1, x.shape[-1]).contiguous()
+    return x.reshape(-1, 1, x.shape[-1]).contiguous()
