@@ -209,6 +209,8 @@ def compile_training_kernels(compiler: KernelCompiler) -> None:
         x = torch.zeros(1, tokens, width, dtype=half)
         norm.rms_norm(x, x[0, 0], 1e-6)
         norm.rms_norm_backward(x, x[0, 0], 1e-6, x)
+        norm.add_rms_norm(x, x, x[0, 0], 1e-6)
+        norm.rms_norm_backward(x, x[0, 0], 1e-6, x, beside=x)
         joint = torch.zeros(tokens, heads + 2 * kv_heads, size, dtype=half)
         q, k, v = joint.split([heads, kv_heads, kv_heads], 1)
         turn = torch.zeros(tokens, size, dtype=half)

@@ -27,6 +27,7 @@ from reinforge.models.experts import replace_experts
 from reinforge.models.fused_linear import replace_linears
 from reinforge.models.hand_on import hand_on
 from reinforge.models.mixers import holds_mixer, keeping, recomputed, replace_mixers
+from reinforge.models.quick_layer import replace_layers
 from reinforge.models.quick_mlp import replace_mlps
 from reinforge.models.quick_rope import replace_rope
 from reinforge.models.sequence import SequenceSlices, SliceReading, Ulysses
@@ -87,6 +88,7 @@ class PackedModel:
             replace_mlps(module)
             replace_rope(module)
             replace_linears(module)
+            replace_layers(module)
 
     @property
     def context(self) -> int | None:

@@ -71,6 +71,49 @@ def kernel_norm(
     return out
 
 
+class _ForkedNorm(torch.autograd.Function):
+    """Of what it computed with, the sum and the weight are kept."""
+
+    @staticmethod
+    def forward(ctx, x, delta, weight, eps, centred):  # type: ignore[no-untyped-def]
+        from reinforge.models.kernels import norm as kernels
+
+        if delta is None:
+            total, y = x, kernels.rms_norm(x, weight, eps, centred=centred)
+        else:
+            total, y = kernels.add_rms_norm(x, delta, weight, eps, centred=centred)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(total, weight)
+        ctx.eps = eps
+        ctx.centred = centred
+        ctx.adds = delta is not None
+        return total, y
+
+    @staticmethod
+    def backward(ctx, beside, dy):  # type: ignore[no-untyped-def]
+        from reinforge.models.kernels import norm as kernels
+
+        total, weight = ctx.saved_tensors
+        dx, dweight = beside, None
+        if dy is not None:
+            weighs = ctx.needs_input_grad[2]
+            dx, dweight, _ = kernels.rms_norm_backward(
+                total, weight, ctx.eps, dy, centred=ctx.centred, weighs=weighs, beside=beside
+            )
+        return dx, dx if ctx.adds else None, dweight, None, None
+
+
+def forked_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, centred: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x + delta [..., E], or x where there is no delta, and its norm, for a stream that goes on
+    beside it: one kernel each way, with the bits that an addition and `kernel_norm` have. The
+    gradient adds what comes back along the stream before it rounds.
+    """
+    found: tuple[Tensor, Tensor] = _ForkedNorm.apply(x, delta, weight, eps, centred)
+    return found
+
+
 class QuickNorm:
     """The forward of a norm: the kernel where it can compute it, anywhere else the module's own.
     `replace_norms` makes one per norm.

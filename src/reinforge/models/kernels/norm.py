@@ -41,8 +41,10 @@ class BackwardTile(NamedTuple):
 @triton.jit
 def _rms_norm(
     X,
+    DELTA,
     GATE,
     WEIGHT,
+    SUM,
     Y,
     E,
     H,
@@ -51,12 +53,13 @@ def _rms_norm(
     g_n,
     g_h,
     eps,
+    ADDS: tl.constexpr,
     CENTRED: tl.constexpr,
     GATED: tl.constexpr,
     EARLY: tl.constexpr,
     BE: tl.constexpr,
 ):
-    """One program per row; rounded where transformers rounds."""
+    """One program per row; rounded where transformers rounds. ADDS: of X + DELTA, which is SUM."""
     row = tl.program_id(0)
     n, h = (row // H).to(tl.int64), (row % H).to(tl.int64)
     e = tl.arange(0, BE)
@@ -68,6 +71,12 @@ def _rms_norm(
     x = tl.load(X + n * x_n + h * x_h + e, mask=there, other=0.0)
     dtype = x.dtype
     wide = x.to(tl.float32)
+    flat = row.to(tl.int64) * E + e
+    if ADDS:
+        delta = tl.load(DELTA + flat, mask=there, other=0.0).to(tl.float32)
+        x = (wide + delta).to(dtype)
+        tl.store(SUM + flat, x, mask=there)
+        wide = x.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / E + eps)
     if CENTRED:
         y = normed * (1.0 + weight)
@@ -77,7 +86,7 @@ def _rms_norm(
         gate = tl.load(GATE + n * g_n + h * g_h + e, mask=there, other=0.0)
         gate = gate.to(tl.float32)
         y = y * (gate / (1.0 + tl.exp(-gate)))
-    tl.store(Y + row.to(tl.int64) * E + e, y.to(dtype), mask=there)
+    tl.store(Y + flat, y.to(dtype), mask=there)
 
 
 def rms_norm(
@@ -86,15 +95,37 @@ def rms_norm(
     """Of x [..., E]; `centred`: the weight is what is added to 1. `gate`, of the shape of x: the
     norm is multiplied by its silu.
     """
+    return _norm(x, None, weight, eps, centred, gate)[1]
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, centred: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x + delta [..., E], and `rms_norm` of it."""
+    return _norm(x, delta.contiguous(), weight, eps, centred, None)
+
+
+def _norm(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    centred: bool,
+    gate: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What is normed, and its norm."""
     size = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if delta is None else torch.empty_like(y)
     if not y.numel():
-        return y
+        return total, y
     rows, gates = _rows_of_both(x, gate)
     _rms_norm[(y.numel() // size,)](
         rows,
+        rows if delta is None else delta,
         gates,
         weight,
+        total,
         y,
         size,
         rows.shape[1],
@@ -103,13 +134,14 @@ def rms_norm(
         gates.stride(0),
         gates.stride(1),
         eps,
+        ADDS=delta is not None,
         CENTRED=centred,
         GATED=gate is not None,
         BE=next_power(size),
         num_warps=8 if size > 2048 else 4 if size > 512 else 1,
         **early(),
     )
-    return y
+    return total, y
 
 
 @triton.jit
@@ -118,6 +150,7 @@ def _rms_norm_backward(
     GATE,
     WEIGHT,
     DY,
+    BESIDE,
     DX,
     DGATE,
     PARTS,
@@ -133,13 +166,15 @@ def _rms_norm_backward(
     CENTRED: tl.constexpr,
     GATED: tl.constexpr,
     WEIGHS: tl.constexpr,
+    FORKS: tl.constexpr,
     BN: tl.constexpr,
     BE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """One program for `each` rows, BN at a time, of which AHEAD - 1 tiles are fetched while one is
     computed. With n = x·r, r = 1 / sqrt(mean(x²) + eps) and h = w·∂y: ∂x = r·(h - n·mean(h·n));
-    PARTS [programs, E] are sums of ∂y·n, if it WEIGHS.
+    PARTS [programs, E] are sums of ∂y·n, if it WEIGHS. FORKS: x goes on beside its norm, and
+    BESIDE is the gradient from there.
     """
     first = tl.program_id(0) * each
     last = tl.minimum(first + each, N)
@@ -170,6 +205,8 @@ def _rms_norm_backward(
             total += dy * normed
         dn = dy * scale[None, :]
         dx = inverse * (dn - normed * (tl.sum(dn * normed, 1) / E)[:, None])
+        if FORKS:
+            dx += tl.load(BESIDE + flat, mask=there, other=0.0).to(tl.float32)
         tl.store(DX + flat, dx.to(dtype), mask=there)
     if WEIGHS:
         at = PARTS + tl.program_id(0).to(tl.int64) * E
@@ -197,9 +234,11 @@ def rms_norm_backward(
     centred: bool = False,
     gate: Tensor | None = None,
     weighs: bool = True,
+    beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, of the weight (if it `weighs`) and of the gate. Sums over rows are those of
-    parts that depend on nothing but their number.
+    parts that depend on nothing but their number. `beside`: the gradient of x from where else it
+    went, which is added.
     """
     size = x.shape[-1]
     count = x.numel() // size
@@ -216,6 +255,7 @@ def rms_norm_backward(
             gates,
             weight,
             dy.contiguous(),
+            dx if beside is None else beside.contiguous(),
             dx,
             dx if dgate is None else dgate,
             parts,
@@ -231,6 +271,7 @@ def rms_norm_backward(
             CENTRED=centred,
             GATED=gate is not None,
             WEIGHS=weighs,
+            FORKS=beside is not None,
             BN=tile.rows,
             BE=next_power(size),
             AHEAD=tile.ahead,
