@@ -92,10 +92,42 @@ def _adapted(base, narrow, up, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _silu(gate, DTYPE: tl.constexpr):
-    """The gate, rounded, and its logistic function; silu is their product."""
-    gate = gate.to(DTYPE).to(tl.float32)
-    return gate, 1.0 / (1.0 + tl.exp(-gate))
+def _rounded(x, DTYPE: tl.constexpr):
+    """x to this precision and back. Two numbers of bfloat16 are rounded by one instruction: what
+    rounds one alone has to wait for the unit of exponentials.
+    """
+    if tl.bfloat16 == DTYPE:
+        bits = tl.inline_asm_elementwise(
+            "{ .reg .b32 two; cvt.rn.bf16x2.f32 two, $3, $2;"
+            "  shl.b32 $0, two, 16; and.b32 $1, two, 0xffff0000; }",
+            "=r,=r,f,f",
+            [x],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=2,
+        )
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _logistic(x, DTYPE: tl.constexpr):
+    """1 / (1 + exp(-x)). What is below all normal numbers may be 0 here: exp and the division have
+    many instructions for such numbers.
+    """
+    if tl.bfloat16 == DTYPE:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000;"
+            "  rcp.approx.ftz.f32 $0, e; }",
+            "=f,f",
+            [x * -1.4426950408889634],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return 1.0 / (1.0 + tl.exp(-x))
 
 
 # ---- forward ----
@@ -142,8 +174,9 @@ def _gated(
         up = UP.load([row, begin])
         gate = _adapted(gate, narrow1, _upward(B1, r, i, I, R1), scale1, precision)
         up = _adapted(up, narrow2, _upward(B2, r, i, I, R2), scale2, precision)
-        gate, chance = _silu(gate, DTYPE)
-        inner = ((gate * chance).to(DTYPE).to(tl.float32) * up).to(DTYPE)
+        gate = _rounded(gate, DTYPE)
+        silu = _rounded(gate * _logistic(gate, DTYPE), DTYPE)
+        inner = (silu * up).to(DTYPE)
         INNER.store([row, begin], inner)
         there = (i < I)[:, None] & (r < R3)[None, :]
         down = tl.load(A3 + r[None, :] * I + i[:, None], mask=there, other=0.0)
@@ -240,12 +273,13 @@ def _gated_backward(
         gate = _adapted(gate, narrow1, up1, scale1, precision)
         up = _adapted(up, narrow2, up2, scale2, precision)
         dinner = _adapted(dinner, dnarrow, down, 1.0, precision)
-        gate, chance = _silu(gate, DTYPE)
+        gate = _rounded(gate, DTYPE)
+        chance = _logistic(gate, DTYPE)
         silu = gate * chance
         dgate = (dinner * up * (chance + silu * (1.0 - chance))).to(DTYPE)
         DGATE.store([row, column], dgate)
         acc1 = tl.dot(tl.trans(dgate), narrow1, acc1, input_precision=precision)
-        inner = (silu.to(DTYPE).to(tl.float32) * up).to(DTYPE)
+        inner = (_rounded(silu, DTYPE) * up).to(DTYPE)
         acc3 = tl.dot(tl.trans(inner), dnarrow, acc3, input_precision=precision)
         dup = (dinner * silu).to(DTYPE)
         DUP.store([row, column], dup)
