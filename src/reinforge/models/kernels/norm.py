@@ -144,7 +144,7 @@ def _norm(
     return total, y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "each"])
 def _rms_norm_backward(
     X,
     GATE,
@@ -213,7 +213,7 @@ def _rms_norm_backward(
         tl.store(at + e, tl.sum(total, 0), mask=e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _sum_parts(PARTS, SUM, P, E, BP: tl.constexpr, BE: tl.constexpr):
     """One program for BE columns of PARTS [P, E]: every BP-th part first, then these sums."""
     e = tl.program_id(0) * BE + tl.arange(0, BE)
