@@ -21,7 +21,8 @@ from reinforge.models.adapter_dropout import DroppedRows, drop_rows
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.models.decoding import decoding
-from reinforge.models.fused_linear import join, replace_linears
+from reinforge.models.fp8_layers import Fp8Layers
+from reinforge.models.fused_linear import join, replace_linears, separate
 from reinforge.models.lora_linear import LoraLinears, lora_mlp
 
 pytest.importorskip("triton")
@@ -186,6 +187,37 @@ def test_a_model_learns_as_a_sum_of_modules(
         same(passed(model, recomputed), want)
     # of each of two layers q/k/v, o and the MLP
     assert sorted(seen) == sorted(["layers", "layers", "mlp"] * 2 * (1 + recomputed))
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_frozen_layers_in_fp8(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probs of a sum of modules in FP8, gradients up to the rounding of those of layers that
+    read the same input, and neither of them those without FP8.
+    """
+    found = []
+    for fused in (False, True):
+        model = replaced(adapted())
+        layers = Fp8Layers.of(model, "train.precision")
+        if not joined:
+            separate(model.module)
+        with layers.using("fresh"):
+            if not fused:
+                found.append(passed(model))
+                continue
+            with as_in_16_bits(monkeypatch) as seen:
+                found.append(passed(model))
+    assert sorted(seen) == sorted(["layers", "layers", "mlp"] * 2)
+    (want, of_modules), (got, ours) = found
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    plain, of_plain = passed(adapted())
+    assert not torch.allclose(got, plain, atol=1e-3)
+
+    def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+        gaps = [float((a[name] - b[name]).norm() / b[name].norm()) for name in b]
+        return max(gaps)
+
+    assert apart(ours, of_modules) < 0.1
+    assert apart(ours, of_plain) > 1e-3
 
 
 def test_scoring_has_the_bits_of_training_and_engines_compute_for_themselves(

@@ -29,6 +29,10 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 TINY = 1e-12  # the largest number of a row of zeros, so to say
 ALIGNED = 16  # sizes that the library's product asks for
+# numbers of a row up to which the library adds products up as a tensor core does, with fewer bits:
+# there that is quicker (H200: 284 and 364 us for 19,456 x 896 x 9,728) and loses little (an error
+# of 0.0017 to 0.0021, where rounding to bfloat16 is 0.0017 and to e4m3 0.037)
+QUICK = 4096
 CAPABILITY = (8, 9)  # of the first GPUs that multiply in FP8
 
 
@@ -134,6 +138,7 @@ def product(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype
             scale_b=weight.scale[None, :],
             bias=bias,
             out_dtype=dtype,
+            use_fast_accum=weight.values.shape[1] <= QUICK,
         )
     y = F.linear(x.values.float(), weight.values.float()) * x.scale[:, None] * weight.scale
     return (y if bias is None else y + bias).to(dtype)

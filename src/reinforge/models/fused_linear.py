@@ -202,17 +202,26 @@ def joint_weights(layers: Sequence[nn.Module], x: Tensor) -> JointWeights | None
     """What a pass of training or scoring multiplies x with, for who goes on with the outputs side
     by side; None: the layers are to be asked one by one.
     """
+    other = other_weights(layers, x)
+    if other is not None:
+        return other
     part = _owner(layers[0])
     if isinstance(part, OtherForward):
-        if not part.steps_aside:
-            return part.joint_weights(layers, x)
-        part = part.inner
+        part = part.inner if part.steps_aside else None
     if not isinstance(part, FusedPart):
         return None
     joint = part.joint
     if not same(joint.layers, layers):
         return None
     return joint.weights(x) if is_pass(x, joint.layers[0]) else None
+
+
+def other_weights(layers: Sequence[nn.Module], x: Tensor) -> JointWeights | None:
+    """The same where another forward than the layers' own computes for all of them at once; None:
+    there is none.
+    """
+    part = _owner(layers[0])
+    return part.joint_weights(layers, x) if isinstance(part, OtherForward) else None
 
 
 def same(some: Sequence[nn.Module], others: Sequence[nn.Module]) -> bool:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from reinforge.models import fp8
 from reinforge.models.adapter_dropout import AdapterDropout
 from reinforge.models.fused_linear import (
     FAMILIES,
@@ -25,6 +26,7 @@ from reinforge.models.fused_linear import (
     computes_plainly,
     is_hooked,
     is_pass,
+    other_weights,
     whole,
 )
 from reinforge.models.gates import gated_halves, halves_backward
@@ -42,11 +44,17 @@ class LoraLinears:
     scales: list[float]
     # the weights and biases in one tensor each, where they lie so in memory
     whole: tuple[Tensor, Tensor | None] | None = None
+    in_fp8: bool = False  # the products of the frozen layers (`train.precision`)
 
     @property
     def sizes(self) -> list[int]:
         """Outputs of each."""
         return [len(weight) for weight in self.weights]
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """The weights, as one where they lie so."""
+        return self.weights if self.whole is None else [self.whole[0]]
 
     def adapters(self, given: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         """A of all adapters [R, K], and B of each, in the precision of the layers."""
@@ -71,6 +79,8 @@ class LoraLinears:
 
     def base(self, x: Tensor) -> Tensor:
         """What the frozen layers give."""
+        if self.in_fp8:
+            return fp8.joint_product(x, self.matrices, self.biases)
         if len(self.weights) == 1:
             return F.linear(x, self.weights[0], self.biases[0] if self.biases else None)
         if self.whole is not None:
@@ -119,6 +129,8 @@ class LoraLinears:
 
     def base_gradient(self, dy: Tensor) -> Tensor:
         """Of x, through the frozen layers alone."""
+        if self.in_fp8:
+            return fp8.input_gradient(dy, self.matrices)
         if self.whole is not None:
             return torch.mm(dy, self.whole[0])
         pieces = dy.split(self.sizes, 1)
@@ -307,7 +319,10 @@ def lora_linears(layers: Sequence[Any], x: Tensor) -> LoraLinears | None:
     if not all(_is_lora(layer) for layer in layers):
         return None
     bases = [layer.base_layer for layer in layers]
-    if not all(is_pass(x, base) and computes_plainly(base) for base in bases):
+    if not all(is_pass(x, base) for base in bases):
+        return None
+    other = other_weights(bases, x)
+    if other is None and not all(computes_plainly(base) for base in bases):
         return None
     biased = {base.bias is not None for base in bases}
     if len(biased) > 1:
@@ -317,6 +332,7 @@ def lora_linears(layers: Sequence[Any], x: Tensor) -> LoraLinears | None:
         [base.bias for base in bases] if biased == {True} else [],
         [float(layer.scaling[layer.active_adapters[0]]) for layer in layers],
         whole(bases),
+        in_fp8=other is not None and other.in_fp8,
     )
 
 

@@ -20,11 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from reinforge.models.kernels.common import MULTIPROCESSORS, ceil_div, early, next_power
-from reinforge.models.kernels.layer import _gated
+from reinforge.models.kernels.layer import _gated, silu_mul
 from reinforge.models.projections import Adapter
 
 MOST = 3  # adapters of a family
 RANKS = 64  # that a tile has room for; larger ranks take several
+WIDE_RANKS = 32  # that a tile of `gated_expand` has room for in float32
 SUMMANDS = tl.constexpr(4096)  # of a narrow product, which are read at once
 
 
@@ -35,6 +36,10 @@ def add(y: Tensor, x: Tensor, adapters: Sequence[Adapter]) -> None:
 
 def gated(y: Tensor, x: Tensor, adapters: Sequence[Adapter]) -> Tensor:
     """silu(y[:, :N])·y[:, N:] of y [B, 2N] with what the adapters add to it for x [B, K]."""
+    if y.dtype == torch.float32 and ranks_of(adapters) > WIDE_RANKS:
+        y = y.clone()
+        add(y, x, adapters)
+        return silu_mul(y)
     return gated_expand(y, shrink(x, adapters), adapters)
 
 
