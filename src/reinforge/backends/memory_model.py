@@ -175,7 +175,8 @@ def saved(f: ModelFacts) -> dict[str, int]:
     one for gates: what is elementwise is computed again; left are the inputs of matrices, of norms,
     of gates and of attention. Adapters keep the inputs of the matrices, which the matrices share,
     and what is between their two factors; with those kernels an MLP with adapters is one function,
-    which computes the input of its last matrix again (models/lora_linear.py).
+    which computes the input of its last matrix again (models/lora_linear.py), unless the weights
+    are in NF4.
     """
     b = f.itemsize
     h = f.hidden
@@ -185,7 +186,8 @@ def saved(f: ModelFacts) -> dict[str, int]:
     if is_fused(f) and f.gated:
         gate.pop("activated")
     if f.rank is not None:
-        again = is_fused(f) and f.gated and f.experts == 1  # what the last matrix of an MLP reads
+        # what the last matrix of an MLP reads
+        again = is_fused(f) and f.gated and f.experts == 1 and not f.packed
         return {
             "norms": 2 * (b if is_fused(f) else FLOAT) * h,
             "norm_outputs": 2 * b * h,

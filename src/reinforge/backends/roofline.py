@@ -48,6 +48,7 @@ class StepWork:
     shared: bool = False  # the prompt of a group is computed once in training
     fp8: bool = False  # decoding reads the weights of the layers in FP8
     fp8_cache: bool = False  # and keys and values
+    fp8_products: bool = False  # training multiplies in FP8
 
     @property
     def tokens(self) -> float:
@@ -91,6 +92,8 @@ GPUS: dict[str, tuple[float, float]] = {
 }
 UNKNOWN = (100.0, 0.8)
 TRAIN_SHARE = {"compiled": 0.45, "fused": 0.44, "eager": 0.3, "cpu": 0.5}  # of the peak flops
+# how many times as fast products in FP8 are in training, numbers rounded on the way
+FP8_GAIN = 1.45
 # while decoding: of the peak bandwidth, and of the peak flops
 READ_SHARE = {"cuda": 0.86, "cpu": 0.72}
 PRODUCT_SHARE = {"cuda": 0.55, "cpu": 0.5}
@@ -176,7 +179,12 @@ def train_seconds(f: ModelFacts, machine: Machine, work: StepWork) -> float:
     """
     forward = forward_flops(f, work.tokens, work.prompt_tokens + work.new_tokens)
     updates = work.epochs * (3 - (f.rank is not None) + f.checkpointing) * (2 if work.critic else 1)
-    return forward * (updates + work.passes) / (machine.flops * TRAIN_SHARE[mode_of(f, machine)])
+    flops = forward * (updates + work.passes)
+    if work.fp8_products and machine.kind == "cuda":
+        # the layers' products, forward and for the gradients of inputs, of the policy
+        passes = work.epochs * (2 + f.checkpointing) + work.passes
+        flops -= 2 * f.body(active=True) * work.tokens * passes * (1 - 1 / FP8_GAIN)
+    return flops / (machine.flops * TRAIN_SHARE[mode_of(f, machine)])
 
 
 def generate_seconds(f: ModelFacts, machine: Machine, work: StepWork) -> float:

@@ -198,6 +198,7 @@ def step_work(cfg: Config, needs: frozenset[str], mean: float) -> StepWork:
         rl and cfg.train.share_prompts,
         fp8=cfg.rollout.precision == "fp8",
         fp8_cache=cfg.rollout.cache_precision == "fp8",
+        fp8_products=cfg.train.precision == "fp8",
     )
 
 

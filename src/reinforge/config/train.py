@@ -80,9 +80,10 @@ class TrainConfig(Section):
     precision: Precision = Field(
         "model",
         description=(
-            "Of the matrix products of the decoder layers in the forward pass. model: as"
-            " model.dtype. fp8: the product that rollout.precision: fp8 samples with, so that"
-            " log-probs of both agree; gradients, master weights and moments stay as they are."
+            "Of the matrix products of the decoder layers. model: as model.dtype. fp8: the product"
+            " that rollout.precision: fp8 samples with, so that both compute the same function, and"
+            " one for the gradients of inputs; gradients of weights, master weights and moments"
+            " stay as they are. For large models: see docs/engines.md."
         ),
     )
     steps: Count | None = Field(None, description="Optimizer batches to do. Give this or epochs.")
