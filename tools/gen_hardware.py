@@ -244,18 +244,24 @@ def measured() -> str:
                 parts["peak"] - (parts["kv"] if given_back else 0) - _logits(plan),
             )
         )
-    for size, name, said in (
-        ("0.5B", "gpu_train_05b", "`reinforge train` with nothing set"),
-        ("7B", "gpu_train_7b_lora", "`reinforge train adapter.kind=lora`, 32 prompts"),
+    fp8 = {"train": {"precision": "fp8"}, "rollout": {"precision": "fp8"}}
+    for size, name, task, more, said in (
+        ("0.5B", "gpu_train_05b", 4, {}, "`reinforge train` with nothing set"),
+        ("7B", "gpu_train_7b_lora", 5, {}, "`reinforge train adapter.kind=lora`, 32 prompts"),
+        ("7B", "gpu_train_7b_lora_fp8", 5, fp8, "the same, in FP8"),
+        ("32B", "gpu_train_32b_qlora", 2, {}, "SFT with QLoRA, 8 rows of 2,304 tokens"),
     ):
         result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        work = TASKS[5 if result["settings"] else 4].settings
-        cfg = config(work, {"train": {"prompts_per_step": result["prompts"]}})
+        budget = result.get("predicted", {}).get("tokens_per_microbatch", "auto")
+        settings = {"prompts_per_step": result["prompts"], "tokens_per_microbatch": budget}
+        cfg = config(TASKS[task].settings, more, {"train": settings})
+        tokens = 256 if task > 2 else result["prompt"] + result["response"]
+        plan = asked(size, cfg, GPUS["141 GB"], tokens)
         lines.append(
             _compared(
                 f"{size}: {said} (`{name}.json`)",
                 result["gib"]["peak_gib"],
-                asked(size, cfg, GPUS["141 GB"], 256).prediction()["memory_gib"]["train"]["peak"],
+                plan.prediction()["memory_gib"]["train"]["peak"],
             )
         )
     result = json.loads((RESULTS / "gpu_dpo.json").read_text(encoding="utf-8"))
