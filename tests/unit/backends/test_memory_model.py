@@ -90,6 +90,22 @@ def test_seconds_of_a_decode_step(rows: int, measured: float) -> None:
     )
 
 
+def test_seconds_of_decoding_in_fp8() -> None:
+    """Generation of a GRPO step, `gpu_train.py` with 0.5B (cache in FP8 too) and LoRA on 7B."""
+    for facts, work, measured in (
+        (fused(SMALL), replace(STEP, fp8=True, fp8_cache=True), 3.57),
+        (replace(WIDE, rank=16, fused=True), replace(STEP, samples=256, fp8=True), 8.64),
+    ):
+        found = roofline.generate_seconds(facts, H200, work)
+        assert found == pytest.approx(measured, rel=0.25)
+    # few sequences read weights, which are half as large
+    few = replace(STEP, samples=4, group=2)
+    plain, halved = (
+        roofline.generate_seconds(fused(WIDE), H200, work) for work in (few, replace(few, fp8=True))
+    )
+    assert halved / plain == pytest.approx(2.97 / 4.13, rel=0.2)
+
+
 # first principles
 
 
