@@ -383,6 +383,22 @@ def test_rows_in_fp8(rows: int, size: int) -> None:
     assert_same_rows(got, want)
 
 
+def test_what_is_no_number_is_none_in_fp8() -> None:
+    """NaN in one row, or in one column of one weight, and only there."""
+    x = torch.randn(3, 200, device=DEVICE)
+    x[1, 7] = float("nan")
+    rows = Fp8Rows.empty(3, 200, x.device)
+    kernels_of_fp8().quantise_rows(x, rows.values, rows.scale)
+    assert rows.plain().isnan().all(1).tolist() == [False, True, False]
+    assert rows.plain()[[0, 2]].isfinite().all()
+    weights = [torch.randn(1100, 70, device=DEVICE), torch.randn(5, 70, device=DEVICE)]
+    weights[0][600, 3] = float("nan")
+    columns = Fp8Rows.empty(70, 1105, x.device)
+    kernels_of_fp8().quantise_columns(weights, columns.values, columns.scale)
+    lost = columns.plain().isnan()
+    assert lost[3].all() and not lost[:3].any() and not lost[4:].any()
+
+
 @pytest.mark.parametrize(
     ("sizes", "inner"), [((16,), 16), ((130, 5), 70), ((600, 40, 1), 200), ((1100,), 65)]
 )

@@ -13,9 +13,12 @@ _runs = 0  # that are under way in this process
 
 
 def set_aside() -> None:
-    """A run begins: what is there now is not looked at before the last run is over."""
+    """A run begins: what is there now is not looked at before the last run is over. What nobody
+    needs any more, copies of layers for a trial among it, is collected before.
+    """
     global _runs
     _runs += 1
+    gc.collect()
     gc.freeze()
 
 

@@ -383,6 +383,17 @@ def _proven(own: Any, layer: FusedLayer, rotary: Any, exact: bool) -> bool:
     release(copied)
     if not exact:
         copied = copied.float()
+    try:
+        return _same(copied, layer, rotary, exact)
+    finally:
+        # forwards of its parts refer to them in circles, which wait for the garbage collector, and
+        # a layer of a 7B model takes a GiB
+        for weight in copied.parameters():
+            weight.data = weight.new_empty(0)
+
+
+def _same(copied: Any, layer: FusedLayer, rotary: Any, exact: bool) -> bool:
+    """`_proven` of a copy of the layer."""
     generator = torch.Generator().manual_seed(1)
     for name, weight in copied.named_parameters():
         if "lora_B" in name:  # begins at 0, and would hide itself

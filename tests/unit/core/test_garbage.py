@@ -24,6 +24,17 @@ def _thawed() -> Iterator[None]:
     gc.unfreeze()
 
 
+def test_what_is_dead_when_a_run_begins_is_not_kept() -> None:
+    gone = weakref.ref(Node())
+    gc.disable()
+    try:
+        garbage.set_aside()
+    finally:
+        gc.enable()
+    assert gone() is None
+    garbage.look_again()
+
+
 def test_cycles_from_before_a_run_are_collected_when_the_last_run_is_over() -> None:
     before = gc.get_freeze_count()
     node = Node()

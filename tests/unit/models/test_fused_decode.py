@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from helpers.toys import make_model, make_module
 from reinforge.config.adapter import AdapterConfig
@@ -15,8 +18,11 @@ from reinforge.models import fused_decode
 from reinforge.models.adapters import add_adapter
 from reinforge.models.causal import CausalModel
 from reinforge.models.fused_decode import FusedDecode
-from reinforge.models.fused_linear import join, separate
+from reinforge.models.fused_linear import join, replace_linears, separate
 from reinforge.models.mixture import ModelMixture
+from reinforge.models.quick_layer import replace_layers
+from reinforge.models.quick_mlp import replace_mlps
+from reinforge.models.quick_norm import replace_norms
 
 
 def hidden_of_both(model: CausalModel, fused: FusedDecode) -> tuple[Any, Any]:
@@ -90,6 +96,27 @@ def test_what_depends_on_a_far_position_is_noticed() -> None:
 
     layer.forward = forward
     assert FusedDecode.of(model) is None
+
+
+def test_copies_of_layers_for_the_trial_leave_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where their parts refer to them in circles, which a collector would have to find."""
+    model = adapted("qwen2")
+    replace_norms(model.module)
+    replace_mlps(model.module)
+    replace_linears(model.module)
+    replace_layers(model.module)
+    copies: list[nn.Module] = []
+
+    def deepcopy(part: nn.Module) -> nn.Module:
+        copies.append(copy.deepcopy(part))
+        return copies[-1]
+
+    monkeypatch.setattr(fused_decode, "copy", SimpleNamespace(deepcopy=deepcopy))
+    weights = sum(weight.numel() for weight in model.module.parameters())
+    assert FusedDecode.of(model) is not None
+    assert len(copies) == 2
+    assert not any(weight.numel() for part in copies for weight in part.parameters())
+    assert sum(weight.numel() for weight in model.module.parameters()) == weights
 
 
 def test_two_models_at_once_keep_their_own_forward() -> None:

@@ -23,8 +23,11 @@ TINY = tl.constexpr(1e-12)
 
 @triton.jit
 def quantised(x):
-    """A row of float32 in e4m3, and its scale."""
-    scale = tl.maximum(tl.max(tl.abs(x), 0), TINY) / LARGEST
+    """A row of float32 in e4m3, and its scale, which a number that is none (NaN) makes one too: a
+    maximum would leave it out.
+    """
+    lost = tl.max((x != x).to(tl.int32), 0) > 0
+    scale = tl.where(lost, float("nan"), tl.maximum(tl.max(tl.abs(x), 0), TINY) / LARGEST)
     x = tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST)
     return x.to(tl.float8e4nv), scale
 
@@ -68,6 +71,12 @@ PART = 512  # rows of weights whose largest numbers a program looks for
 
 
 @triton.jit
+def _larger(a, b):
+    """Of two numbers; NaN where one of them is none."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _column_maxima(W, MOST, O, K, w_o, first, EACH: tl.constexpr):
     """One program per (tile of columns, part of the rows): a row of MOST [parts, K]."""
     k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -77,7 +86,9 @@ def _column_maxima(W, MOST, O, K, w_o, first, EACH: tl.constexpr):
         row = (o + tl.arange(0, ROWS)).to(tl.int64)
         there = (row < O)[:, None] & (k < K)[None, :]
         w = tl.load(W + row[:, None] * w_o + k[None, :], mask=there, other=0.0)
-        most = tl.maximum(most, tl.max(tl.abs(w.to(tl.float32)), 0))
+        w = w.to(tl.float32)
+        lost = tl.max((w != w).to(tl.int32), 0) > 0
+        most = _larger(most, tl.where(lost, float("nan"), tl.max(tl.abs(w), 0)))
     tl.store(MOST + (first + tl.program_id(1)) * K + k, most, mask=k < K)
 
 
@@ -90,8 +101,8 @@ def _quantise_columns(W, MOST, Q, SCALE, O, K, w_o, q_k, parts):
     o = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     most = tl.zeros([COLUMNS], tl.float32)
     for part in range(parts):
-        most = tl.maximum(most, tl.load(MOST + part * K + k, mask=k < K, other=0.0))
-    scale = tl.maximum(most, TINY) / LARGEST
+        most = _larger(most, tl.load(MOST + part * K + k, mask=k < K, other=0.0))
+    scale = _larger(most, TINY) / LARGEST
     there = (o < O)[:, None] & (k < K)[None, :]
     w = tl.load(W + o[:, None] * w_o + k[None, :], mask=there, other=0.0).to(tl.float32)
     w = tl.minimum(tl.maximum(w / scale[None, :], -LARGEST), LARGEST)

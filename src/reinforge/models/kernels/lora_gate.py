@@ -174,7 +174,7 @@ def _gated(
         up = UP.load([row, begin])
         gate = _adapted(gate, narrow1, _upward(B1, r, i, I, R1), scale1, precision)
         up = _adapted(up, narrow2, _upward(B2, r, i, I, R2), scale2, precision)
-        gate = _rounded(gate, DTYPE)
+        gate, up = _rounded(gate, DTYPE), _rounded(up, DTYPE)
         silu = _rounded(gate * _logistic(gate, DTYPE), DTYPE)
         inner = (silu * up).to(DTYPE)
         INNER.store([row, begin], inner)
@@ -273,7 +273,7 @@ def _gated_backward(
         gate = _adapted(gate, narrow1, up1, scale1, precision)
         up = _adapted(up, narrow2, up2, scale2, precision)
         dinner = _adapted(dinner, dnarrow, down, 1.0, precision)
-        gate = _rounded(gate, DTYPE)
+        gate, up = _rounded(gate, DTYPE), _rounded(up, DTYPE)
         chance = _logistic(gate, DTYPE)
         silu = gate * chance
         dgate = (dinner * up * (chance + silu * (1.0 - chance))).to(DTYPE)
