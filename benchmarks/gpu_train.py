@@ -2,6 +2,8 @@
 shape.
 
     python benchmarks/gpu_train.py [--shape 0.5b|1.5b|7b|moe|hybrid] [--repeat 2] [KEY=VALUE ...]
+    python benchmarks/gpu_train.py --shape 7b --prompts 32 --steps 4 adapter.kind=lora
+                                   --then "train.precision=fp8 rollout.precision=fp8"
     python benchmarks/gpu_train.py --shape tiny --prompts 2 --prompt 16 --response 8 --steps 4
                                                         # that it runs, on a CPU
     python benchmarks/gpu_train.py --shape 7b --sft --prompts 1 --response 261888 --steps 3
@@ -22,7 +24,8 @@ each phase; seconds of the first step and of the whole process, from its start t
 (imports, loading, compiling, the checkpoint at the end); the largest GiB of each phase; and what
 the run expected before it began: GiB of each phase, and seconds (`plan` says the same). --repeat 2
 starts it again in a fresh directory, with the caches on disk that the first left: the second start.
---dir keeps the model, the runs and their logs.
+--then runs it once more with further settings, on the model and the rows that are there; it may be
+given several times. --dir keeps the model, the runs and their logs.
 """
 
 from __future__ import annotations
@@ -271,18 +274,27 @@ def main() -> int:
     parser.add_argument("--sft", action="store_true", help="supervised, nothing is generated")
     parser.add_argument("--nf4", action="store_true", help="the model is saved in 4 bits")
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument(
+        "--then",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE ...",
+        help="one more run, with these settings too",
+    )
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     folder = (args.dir or Path(tempfile.mkdtemp())).resolve()
     path = prepare(args, folder)
     results = []
-    for k in range(args.repeat):
+    more = [[]] * args.repeat + [words.split() for words in args.then]
+    for k, further in enumerate(more):
         run = folder / f"run-{time.strftime('%H%M%S')}-{k}"
-        code, seconds = train(path, run, args.settings)
+        settings = [*args.settings, *further]
+        code, seconds = train(path, run, settings)
         result = {
             "shape": args.shape,
-            "settings": args.settings,
+            "settings": settings,
             "start": k + 1,
             "rc": code,
             "whole": round(seconds, 1),

@@ -54,3 +54,31 @@ def test_a_word_is_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [len(tokenizer.encode(text)) for text in rows] == [16, 16, 16]
     assert tokenizer.decode(tokenizer.encode(rows[0])) == rows[0]
     assert tokenizer.eos_token_id is None
+
+
+def test_further_runs_have_further_settings_and_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[Path, list[str]]] = []
+    prepared: list[str] = []
+
+    def prepare(args: Namespace, folder: Path) -> Path:
+        prepared.append(args.shape)
+        return folder / "train.yaml"
+
+    def train(path: Path, run: Path, settings: list[str]) -> tuple[int, float]:
+        seen.append((path, settings))
+        run.mkdir()
+        run.with_suffix(".log").write_text("")
+        (run / "metrics.jsonl").write_text("")
+        return 0, 1.0
+
+    monkeypatch.setattr(gpu_train, "prepare", prepare)
+    monkeypatch.setattr(gpu_train, "train", train)
+    words = ["--shape", "tiny", "--dir", str(tmp_path), "a=1", "--then", "b=2 c=3", "--then", "d=4"]
+    monkeypatch.setattr("sys.argv", ["gpu_train.py", *words])
+    assert gpu_train.main() == 0
+    settings = [["a=1"], ["a=1", "b=2", "c=3"], ["a=1", "d=4"]]
+    assert seen == [(tmp_path / "train.yaml", one) for one in settings] and prepared == ["tiny"]
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["settings"] for one in printed] == settings
