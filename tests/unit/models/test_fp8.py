@@ -112,7 +112,8 @@ def test_the_gradient_of_the_input_is_a_product_in_fp8_and_that_of_the_weight_is
     rounded = Fp8Rows.of(rows).plain(torch.float64), Fp8Rows.of(weight.detach().t()).plain()
     want = (rounded[0] @ rounded[1].double().t()).view(2, 5, 32)
     assert x.grad is not None and weight.grad is not None and bias.grad is not None
-    torch.testing.assert_close(x.grad.double(), want, atol=0, rtol=1e-4)
+    largest = want.abs().amax(-1, keepdim=True)  # tokens are of very different sizes
+    torch.testing.assert_close(x.grad.double() / largest, want / largest, atol=1e-5, rtol=0)
     torch.testing.assert_close(weight.grad, rows.t() @ x.detach().view(-1, 32))
     torch.testing.assert_close(bias.grad, rows.sum(0))
     # a gradient as small as 1e-4 of the largest is as exact as any, for every token has a scale
