@@ -198,7 +198,10 @@ def test_many_runs_a_tenth_of_them_hostile(isolation: Isolation, runs: int) -> N
     assert reward.counts["failed_here"] == 0 and sum(reward.counts.values()) == runs
     assert left_behind() == []
     assert descriptors() == before
-    others = ("secret", "plan", "agent", "tiny", "check", "build", "release", "rows", "tokens")
+    others = (
+        *("secret", "plan", "agent", "tiny", "check", "build", "release", "rows", "tokens"),
+        *("ui", "dry", "replay", "test"),
+    )
     beside = tuple(f"reinforge-{what}" for what in others)
     assert {
         f
