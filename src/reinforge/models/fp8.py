@@ -148,19 +148,6 @@ def product(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype
 
 
 @torch.library.custom_op(
-    "reinforge::fp8_rows", mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)"
-)
-def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    rows = Fp8Rows.of(x)
-    return rows.values, rows.scale
-
-
-@_quantised.register_fake
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(x.shape[0], dtype=torch.float32)
-
-
-@torch.library.custom_op(
     "reinforge::fp8_product",
     mutates_args=(),
     schema="(Tensor x, Tensor values, Tensor scale, Tensor? bias) -> Tensor",

@@ -205,7 +205,7 @@ def joint_weights(layers: Sequence[nn.Module], x: Tensor) -> JointWeights | None
     other = other_weights(layers, x)
     if other is not None:
         return other
-    part = _owner(layers[0])
+    part = owner_of(layers[0])
     if isinstance(part, OtherForward):
         part = part.inner if part.steps_aside else None
     if not isinstance(part, FusedPart):
@@ -220,7 +220,7 @@ def other_weights(layers: Sequence[nn.Module], x: Tensor) -> JointWeights | None
     """The same where another forward than the layers' own computes for all of them at once; None:
     there is none.
     """
-    part = _owner(layers[0])
+    part = owner_of(layers[0])
     return part.joint_weights(layers, x) if isinstance(part, OtherForward) else None
 
 
@@ -231,7 +231,7 @@ def same(some: Sequence[nn.Module], others: Sequence[nn.Module]) -> bool:
 
 def computes_plainly(layer: nn.Module) -> bool:
     """Whether what a linear layer computes now is its product, and nobody else is to know."""
-    part = _owner(layer)
+    part = owner_of(layer)
     if is_hooked(layer) or (isinstance(part, OtherForward) and not part.steps_aside):
         return False
     return "forward" not in vars(layer) or isinstance(part, OtherForward | FusedPart)
@@ -276,13 +276,13 @@ def separate(module: nn.Module) -> int:
 
 def fused_part(layer: nn.Module) -> FusedPart | None:
     """The part that a layer has in a joint product."""
-    owner = _owner(layer)
+    owner = owner_of(layer)
     if isinstance(owner, OtherForward):
         return owner.inner
     return owner if isinstance(owner, FusedPart) else None
 
 
-def _owner(layer: nn.Module) -> Any:
+def owner_of(layer: nn.Module) -> Any:
     """What computes for a layer instead of its class."""
     return getattr(vars(layer).get("forward"), "__self__", None)
 

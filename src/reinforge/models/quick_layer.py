@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from reinforge.models.decoding import is_decoding
-from reinforge.models.fused_linear import is_hooked
+from reinforge.models.fused_linear import is_hooked, owner_of
 from reinforge.models.norms import NormKind
 from reinforge.models.quick_mlp import QuickMlp
 from reinforge.models.quick_norm import QuickNorm, forked_norm, takes_kernel
@@ -57,7 +57,7 @@ def _quick(norm: Any, x: Tensor) -> QuickNorm | None:
     """What norms x by a kernel in a pass of training or scoring; None: the module is to be called,
     which it is too where somebody wants to know of it.
     """
-    found = _owner(norm)
+    found = owner_of(norm)
     if not isinstance(found, QuickNorm) or found.kind is NormKind.GATED or is_hooked(norm):
         return None
     return found if takes_kernel(x, norm.weight) and not is_decoding() else None
@@ -69,11 +69,6 @@ def _forked(norm: QuickNorm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, T
     return forked_norm(x, delta, norm.module.weight, norm.eps, centred=centred)
 
 
-def _owner(module: nn.Module) -> Any:
-    """What computes for a module instead of its class."""
-    return getattr(vars(module).get("forward"), "__self__", None)
-
-
 def replace_layers(module: nn.Module) -> int:
     """Lets the decoder layers of a module on a GPU use the kernels; returns how many. Asked after
     norms and MLPs have been replaced. Others keep their forward.
@@ -83,10 +78,10 @@ def replace_layers(module: nn.Module) -> int:
     for part in module.modules():
         if "forward" in vars(part) or {name for name, _ in part.named_children()} != PARTS:
             continue
-        owners = [_owner(getattr(part, name)) for name in NORMS]
+        owners = [owner_of(getattr(part, name)) for name in NORMS]
         if not all(isinstance(owner, QuickNorm) for owner in owners):
             continue
-        if not isinstance(_owner(part.get_submodule("mlp")), QuickMlp):
+        if not isinstance(owner_of(part.get_submodule("mlp")), QuickMlp):
             continue
         kind = type(part)
         if kind not in known:
