@@ -19,6 +19,7 @@ from reinforge.checkpoint import store
 
 KINDS: dict[str, dict[str, Any]] = {
     "staleness": {"rollout": {"staleness": 2}},
+    "overlap": {"rollout": {"staleness": 1, "overlap": True}},
     "partial": {
         "rollout": {"staleness": 2, "partial": True, "max_batch": 6},
         "sampling": {"over_provision": 1.5},

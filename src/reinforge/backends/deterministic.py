@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from reinforge.core.errors import InputError
+from reinforge.core.turns import TURNS
 
 log = logging.getLogger(__name__)
 REFUSAL = "does not have a deterministic implementation"
@@ -37,12 +38,13 @@ class Determinism:
         if not self.on:
             yield
             return
-        before = torch.are_deterministic_algorithms_enabled()
-        warned = torch.is_deterministic_algorithms_warn_only_enabled()
         settings: Any = torch.utils.deterministic
-        filled = settings.fill_uninitialized_memory
-        settings.fill_uninitialized_memory = False  # nobody reads it here
-        torch.use_deterministic_algorithms(True)
+        with TURNS.working():  # an engine that captures a graph changes the same settings
+            before = torch.are_deterministic_algorithms_enabled()
+            warned = torch.is_deterministic_algorithms_warn_only_enabled()
+            filled = settings.fill_uninitialized_memory
+            settings.fill_uninitialized_memory = False  # nobody reads it here
+            torch.use_deterministic_algorithms(True)
         try:
             yield
         except RuntimeError as error:
@@ -54,8 +56,9 @@ class Determinism:
                 fix="Set it to auto: such a run continues, and its last bits may differ.",
             ) from error
         finally:
-            torch.use_deterministic_algorithms(before, warn_only=warned)
-            settings.fill_uninitialized_memory = filled
+            with TURNS.working():
+                torch.use_deterministic_algorithms(before, warn_only=warned)
+                settings.fill_uninitialized_memory = filled
 
     def give_up(self, error: RuntimeError) -> None:
         """After an error inside: returns where the work is to be done again without. Raises the

@@ -34,6 +34,7 @@ from reinforge.core.errors import InputError
 from reinforge.core.metrics import LossMetrics, StepMetrics
 from reinforge.core.model_facts import ModelFacts
 from reinforge.core.report import StepReport
+from reinforge.core.turns import TURNS
 from reinforge.core.weights import Weights
 from reinforge.models.adapter_dropout import DroppedRows, drop_rows, dropouts
 from reinforge.models.causal import CausalModel
@@ -49,7 +50,8 @@ class LocalBackend:
 
     `temperature` is that of the rollouts: log-probs are always of softmax(logits / T).
     `seed` is the run's, for noise (train.neftune, adapter.dropout). `paired`: another model of
-    about the same size is trained on the same device (a critic beside its policy).
+    about the same size is trained on the same device (a critic beside its policy). `overlap`: an
+    engine generates there while it trains.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class LocalBackend:
         temperature: float = 1.0,
         reference: bool | ReferenceConfig = False,
         paired: bool = False,
+        overlap: bool = False,
         seed: int = 0,
         teachers: Teachers | None = None,
     ):
@@ -68,6 +71,7 @@ class LocalBackend:
         self.cfg = cfg
         self.temperature = temperature
         self.total_steps = total_steps
+        self.overlap = overlap
         if cfg.precision == "fp8":
             Fp8Layers.of(model, "train.precision").source = "fresh"
         asked = cfg.tokens_per_microbatch
@@ -109,7 +113,11 @@ class LocalBackend:
 
     def _budget(self, reference: bool, paired: bool) -> int:
         return auto_budget(
-            self.model, optimizer=self.cfg.optimizer, reference=reference, paired=paired
+            self.model,
+            optimizer=self.cfg.optimizer,
+            reference=reference,
+            paired=paired,
+            overlap=self.overlap,
         )
 
     def _determinism(self) -> Determinism:
@@ -144,7 +152,7 @@ class LocalBackend:
             try:
                 for part in parts:
                     self.recovery.working = part
-                    with memory_errors(), self.determinism.enforced():
+                    with TURNS.working(), memory_errors(), self.determinism.enforced():
                         self._annotate(part, needs)
                 rejoin(waiting.pop(0), parts)
                 continue
@@ -243,7 +251,7 @@ class LocalBackend:
             if not batch.n_trained:
                 continue
             self.recovery.working = batch
-            with memory_errors():
+            with TURNS.working(), memory_errors():
                 value, metrics = self._micro(batch, loss, totals)
                 if value.requires_grad:
                     value.backward()
@@ -301,6 +309,10 @@ class LocalBackend:
         return slice(None) if slices is None else slices.computed(batch.n_tokens)
 
     def step(self) -> StepReport:
+        with TURNS.working():
+            return self._step()
+
+    def _step(self) -> StepReport:
         rate = learning_rate(
             self.steps, self.cfg.learning_rate, self.cfg.schedule, self.total_steps
         )

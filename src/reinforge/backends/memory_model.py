@@ -410,6 +410,20 @@ def training(
     }
 
 
+def copy_bytes(f: ModelFacts) -> int:
+    """A copy of what is trained, in the precision of the model, where the engine generates while a
+    step trains.
+    """
+    return f.learning() * f.itemsize
+
+
+def passing_bytes(f: ModelFacts, tokens: int) -> int:
+    """What only a training pass over micro-batches of `tokens` has, at its peak: the gradients, and
+    what the backward reads.
+    """
+    return gradient_bytes(f) + max(total(parts) for parts in stages(f, tokens).values())
+
+
 def frozen(f: ModelFacts, tokens: int, device: str = "cuda", ranks: int = 1) -> dict[str, int]:
     """Bytes of each part of a model that only tells log-probs, where it is cut over `ranks`: a pass
     without gradient over `tokens`, whose layers leave nothing behind.

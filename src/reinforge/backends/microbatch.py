@@ -10,6 +10,7 @@ from torch import Tensor
 from reinforge.backends.memory_model import (
     CPU_BUDGET,
     budget,
+    copy_bytes,
     gradient_bytes,
     optimizer_bytes,
 )
@@ -18,7 +19,7 @@ from reinforge.config.optimizer import OptimizerConfig
 from reinforge.core.arrays import ints, to_device
 from reinforge.core.backend import Loss, TrainedTokens
 from reinforge.core.batch import Batch, Totals
-from reinforge.core.kv_pool import KEEP
+from reinforge.core.kv_pool import left_free
 from reinforge.core.metrics import Extreme, Metric, Reduction, StepMetrics, reduction_of, tensor_of
 from reinforge.core.model_facts import ModelFacts
 from reinforge.core.sample import Stop
@@ -181,15 +182,18 @@ def auto_budget(
     optimizer: OptimizerConfig | None = None,
     reference: bool = False,
     paired: bool = False,
+    overlap: bool = False,
 ) -> int:
     """Packed tokens per micro-batch: what the memory model says fits into what is free on a GPU
-    before the optimizer is made (`KEEP` of the device may stay with the engine's cache, and a model
-    that is `paired` with this one wants its own optimizer), what runs best on a CPU.
+    before the optimizer is made (a part of the device is for the engine's cache, a model that is
+    `paired` with this one wants its own optimizer, and with `overlap` what is trained is there
+    twice), what runs best on a CPU.
     """
     memory = device_memory(model.device)
     if memory is None:
         return CPU_BUDGET
     facts = facts_of(model, optimizer=optimizer)
     others = optimizer_bytes(facts) + gradient_bytes(facts) if paired else 0
-    reserved = int(KEEP * memory.whole) + others
+    others += copy_bytes(facts) if overlap else 0
+    reserved = left_free(memory.whole, overlap) + others
     return budget(facts, memory.free, reference=reference, reserved=reserved)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from reinforge.backends.distributed.ranks import Ranks
-from reinforge.backends.memory_model import moment_bytes
+from reinforge.backends.memory_model import moment_bytes, passing_bytes
 from reinforge.backends.microbatch import facts_of
 from reinforge.build.constraints import rollout_constraint
 from reinforge.build.inputs import ModelInputs
@@ -16,7 +18,9 @@ from reinforge.cluster.data_parallel import DataParallelEngine
 from reinforge.config.rollout import SpeculationConfig
 from reinforge.config.rules.facts import at_once, opposed
 from reinforge.core.engine import Engine
+from reinforge.core.errors import InputError
 from reinforge.core.kv_pool import DeviceShare
+from reinforge.engines.beside import EngineBeside, WeightCopy
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.native.drafts import Speculation
 from reinforge.engines.served.dialect import ServerSetup
@@ -28,9 +32,16 @@ from reinforge.models.load import stop_tokens
 
 
 def native_engine(
-    inputs: ModelInputs, model: CausalModel, stops: frozenset[int], *, ranks: int = 1
+    inputs: ModelInputs,
+    model: CausalModel,
+    stops: frozenset[int],
+    *,
+    ranks: int = 1,
+    stream: torch.cuda.Stream | None = None,
 ) -> NativeEngine:
-    """Our own engine, which generates with the trainer's module. `ranks`: how many train."""
+    """Our own engine, which generates with the trainer's module. `ranks`: how many train.
+    `stream`: what it computes on while something else trains.
+    """
     rollout = inputs.cfg.rollout
     return NativeEngine(
         model,
@@ -46,20 +57,47 @@ def native_engine(
         precision=rollout.precision,
         cache_precision=rollout.cache_precision,
         routes=inputs.cfg.train.router_replay != "off",
+        stream=stream,
     )
+
+
+def engine_beside(
+    inputs: ModelInputs, model: CausalModel, stops: frozenset[int], *, saved: str | None
+) -> EngineBeside:
+    """Our own engine with a copy of what is trained, so that it can generate meanwhile."""
+    cfg = inputs.cfg
+    if saved is None:
+        raise InputError(
+            "a model that was given as an object cannot be loaded a second time.",
+            where="rollout.overlap",
+            fix="Save it and give its path, or leave rollout.overlap out.",
+        )
+    proved = mask_extents(model.trunk)
+    copy = load_policy(cfg, scores=False, in_host_memory=True, proved=proved)
+    assert isinstance(copy, CausalModel)
+    weights = WeightCopy(copy, model)
+    move_to_device(copy, cfg.model)
+    stream = None
+    if model.device.type == "cuda":
+        stream = torch.cuda.Stream(model.device, priority=-1)  # its kernels are short
+    return EngineBeside(native_engine(inputs, copy, stops, stream=stream), weights)
 
 
 def device_share(inputs: ModelInputs, model: CausalModel, ranks: int = 1) -> DeviceShare:
     """What the engines of a run leave of a GPU to training: the moments of its optimizers, which
-    are made in their first step. All else that stays is there when an engine is made.
+    are made in their first step, and where it trains meanwhile the rest. All else that stays is
+    there when an engine is made.
     """
     cfg = inputs.cfg
     engines = 2 if opposed(cfg) else 1
     if not inputs.trains:
         return DeviceShare(engines=engines)
-    moments = moment_bytes(facts_of(model, optimizer=cfg.train.optimizer))
+    facts = facts_of(model, optimizer=cfg.train.optimizer)
     models = 1 if cfg.critic is None or cfg.critic.shared else 2
-    return DeviceShare(models * moments // ranks, engines)
+    to_come = models * moment_bytes(facts) // ranks
+    if cfg.rollout.overlap:
+        to_come += models * passing_bytes(facts, max(inputs.budget or 0, inputs.longest))
+    return DeviceShare(to_come, engines)
 
 
 def _speculation(cfg: SpeculationConfig) -> Speculation | None:
@@ -84,6 +122,8 @@ def engine_of(
         return make_served(setup, trainer_score(model), gpus.release)
     if ranks is not None:
         move_to_device(model, cfg.model)
+    if cfg.rollout.overlap:
+        return engine_beside(inputs, model, stops, saved=saved)
     size = 1 if ranks is None else ranks.size
     engine = native_engine(inputs, model, stops, ranks=size)
     if ranks is None or not inputs.all_ranks:

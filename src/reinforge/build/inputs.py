@@ -109,6 +109,7 @@ class ModelInputs:
     longest: int  # tokens that generation may reach; 0 where nothing is generated
     trains: bool = True  # whether training has the device of the engine too
     all_ranks: bool = False  # every rank that trains generates a share
+    budget: int | None = None  # tokens of a micro-batch, where the backend has been made
 
 
 def read_inputs(

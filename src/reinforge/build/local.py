@@ -121,7 +121,7 @@ class LocalFactories:
             if isinstance(policy, CausalModel):
                 policy.form = answer_form(inputs, policy)
             with room_for_servers(cfg):
-                return LocalBackend(policy, cfg.train, **settings)
+                return LocalBackend(policy, cfg.train, overlap=cfg.rollout.overlap, **settings)
         value_head = policy.value_head is not None
         with room_for_servers(cfg), room_for_copies(cfg, ranks, policy.module):
             return backend_on_ranks(cfg.train.backend)(

@@ -20,7 +20,7 @@ from reinforge.config.rules.facts import at_once, opposed
 from reinforge.config.rules.generators import on_all_ranks
 from reinforge.config.schema import Config
 from reinforge.config.server_devices import stays_awake
-from reinforge.core.kv_pool import KEEP, DeviceShare, stays
+from reinforge.core.kv_pool import DeviceShare, left_free, stays
 from reinforge.core.model_facts import ModelFacts
 
 if TYPE_CHECKING:
@@ -98,10 +98,11 @@ def predict(
     free = int(USABLE * machine.memory) - memory_model.weight_bytes(facts) - copied
     if budget is None:
         asked = cfg.train.tokens_per_microbatch
+        reserved = left_free(machine.memory, cfg.rollout.overlap)
         auto = (
             memory_model.CPU_BUDGET
             if machine.kind == "cpu"
-            else memory_model.budget(facts, free, **copies, reserved=int(KEEP * machine.memory))
+            else memory_model.budget(facts, free, **copies, reserved=reserved)
         )
         budget = auto if asked == "auto" else asked
     together = cfg.train.sequence_parallel  # ranks that each compute a slice of a pack
@@ -122,10 +123,12 @@ def predict(
         found["copy"] = copied
     cache = None
     if rl and cfg.rollout.engine == "native":
-        cache = _cache(cfg, facts, machine, longest, parts)
+        cache = _cache(cfg, facts, machine, longest, packed, parts)
         parts["generate"]["kv"] = cache.bytes
         if cache.stays:
             parts["train"] |= {"kv": cache.bytes, "fp8": parts["generate"]["fp8"]}
+        if cfg.rollout.overlap:
+            parts["train"]["prefill"] = parts["generate"]["prefill"]
     elif rl:
         _add_server(cfg, machine, parts)
     if machine.kind == "cuda":
@@ -168,6 +171,7 @@ def predict(
             "prompt_tokens": round(mean, 1),
             "new_tokens": work.new_tokens,
             "tokens_per_microbatch": budget,
+            **({"overlap": True} if cfg.rollout.overlap else {}),
         },
     }
 
@@ -255,7 +259,11 @@ def _actors(
 
 
 def _generating_copy(cfg: Config, facts: ModelFacts) -> int:
-    """Bytes of the whole model beside the shards, where the native engine generates with it."""
+    """Bytes of the whole model beside the shards, or of a copy beside the weights, where the native
+    engine generates with it.
+    """
+    if cfg.rollout.overlap:
+        return memory_model.copy_bytes(facts)
     native = cfg.algorithm.rl and cfg.rollout.engine == "native"
     if facts.shards is None or not native or cfg.cluster.layout == "split":
         return 0
@@ -291,13 +299,18 @@ def _cache(
     facts: ModelFacts,
     machine: Machine,
     longest: int,
+    packed: int,
     parts: dict[str, dict[str, int]],
 ) -> _CachePrediction:
-    """What the engine takes beside `parts` of generation, and whether that and training fit."""
+    """What the engine takes beside `parts` of generation, and whether that and training fit.
+    `packed`: tokens of a micro-batch.
+    """
     fp8 = cfg.rollout.cache_precision == "fp8"
     usable = int(USABLE * machine.memory)
     work = ("head", "prefill", "kv")
     held = sum(size for name, size in parts["generate"].items() if name not in work)
+    overlap = cfg.rollout.overlap
+    held += memory_model.passing_bytes(facts, packed) if overlap else 0
     pool = memory_model.kv_pool(
         facts,
         None if machine.kind == "cpu" else usable - held,
@@ -314,6 +327,7 @@ def _cache(
         longest=longest,
         rows=at_once(cfg),
         stays=machine.kind == "cpu"
+        or overlap
         or stays(pool.bytes + parts["generate"]["fp8"], machine.memory, beside),
     )
 
@@ -396,13 +410,14 @@ def shown(prediction: dict[str, Any]) -> list[tuple[str, str]]:
     times = ", ".join(
         f"{phase} {_short(seconds)} s" for phase, seconds in prediction["seconds"].items()
     )
+    together = " (at the same time, so each will take longer)" if assumed.get("overlap") else ""
     if sum(prediction["seconds"].values()) < LEAST_SECONDS:
         busy += "; of so small a model a step costs more beside its products, which is not in it"
     return [
         *lines,
         (
             "time of a step",
-            f"about {times} for completions of full length, {busy}{network}{guess}",
+            f"about {times}{together} for completions of full length, {busy}{network}{guess}",
         ),
     ]
 

@@ -18,7 +18,7 @@ from reinforge.core.redact import redact_settings
 from reinforge.core.sample import Row
 from reinforge.data.cursor import Cursor
 from reinforge.engines.resumable import ResumableRequests
-from reinforge.rollout.buffer import RolloutBuffer
+from reinforge.rollout.buffer import Due, RolloutBuffer
 from reinforge.rollout.journal import Journal
 from reinforge.rollout.kept import FOLDER, KeptRolloutBuffer, KeptRollouts
 from reinforge.rollout.partial import PartialSource
@@ -139,12 +139,19 @@ def make_buffer(
         source,
         staleness,
         steps,
-        drain=cfg.rollout.engine == "native" and cfg.cluster.layout == "colocated",
+        due=_due(cfg),
     )
     parts: dict[str, Stateful] = {}
     if staleness:
         parts["ahead"] = buffer
     return buffer, parts
+
+
+def _due(cfg: Config) -> Due:
+    """When what a step begins must be generated."""
+    if cfg.rollout.engine != "native" or cfg.cluster.layout == "split":
+        return "whenever"
+    return "update" if cfg.rollout.overlap else "training"
 
 
 def _kept_buffer(

@@ -116,7 +116,7 @@ def build_rl(
         teachers=make_teachers(inputs, policy, longest=models.longest),
     )
     view.doing(f"starting the engine ({cfg.rollout.engine})")
-    engine = factories.make_engine(models, policy)
+    engine = factories.make_engine(replace(models, budget=backend.budget), policy)
 
     journal = Journal(Path(cfg.run.dir) / "journal.jsonl")
     rollout = training_rollout(inputs, prompts, engine, journal, view.message)
@@ -158,7 +158,7 @@ def build_rl(
         evaluate = make_heldout(inputs, eval_prompts, engine, view.message, played.extend)
     evaluate = with_benchmarks(evaluate, benchmarks, engine)
     # an evaluation with other weights waits for rollouts that are under way
-    settle = None if buffer.drain else buffer.settle
+    settle = None if buffer.due == "training" else buffer.settle
     run = Run(
         cfg,
         cursor=cursor,

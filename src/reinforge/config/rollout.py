@@ -36,6 +36,14 @@ class RolloutConfig(Section):
             " are computed while others generate and train."
         ),
     )
+    overlap: bool = Field(
+        False,
+        description=(
+            "With staleness and the native engine in one process: it has a copy of what is trained,"
+            " and generates while a step trains. Tokens and weights are those of the same run"
+            " without."
+        ),
+    )
     partial: bool = Field(
         False,
         description=(

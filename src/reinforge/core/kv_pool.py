@@ -22,6 +22,9 @@ HOST = int(0.8 * 2**30)  # bytes on a CPU, whose memory is not what training run
 SHARE = 0.9
 # a cache of at most this share of a GPU always stays while training; micro-batches leave it free
 KEEP = 1 / 12
+# where the engine generates while a step trains, what micro-batches of our own choice leave free
+# for its cache
+BESIDE = 1 / 4
 # a larger one stays where training leaves this share of the GPU free beside it: a graph that is
 # captured later cannot have what torch's allocator holds
 SPARE = 0.05
@@ -41,6 +44,11 @@ class DeviceShare:
     # bytes that training takes after the engine was made, and holds while it generates
     to_come: int = 0
     engines: int = 1  # that share the rest
+
+
+def left_free(whole: int, overlap: bool) -> int:
+    """Bytes of a GPU of `whole` that micro-batches leave to the cache."""
+    return int((BESIDE if overlap else KEEP) * whole)
 
 
 def prefill_bytes(f: ModelFacts) -> int:

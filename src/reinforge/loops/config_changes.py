@@ -33,6 +33,7 @@ MAY_CHANGE = (
     "rollout.kv_gib",
     "rollout.max_batch",
     "rollout.all_ranks",
+    "rollout.overlap",
     "rollout.speculation.",
     "rollout.precision",
     "rollout.cache_precision",

@@ -83,16 +83,16 @@ class RLTrainer:
                 rollouts = await self._collect()
                 if self.kept is not None:
                     self.kept.write(run.step + 1, rollouts, run.cursor.taken)
-                generated = self._engine_stats().since(before)
                 step = run.open_step(
                     prepare=self._prepare, rollouts=rollouts, measure=partial(self._seen, rollouts)
                 )
                 run.callbacks.rollouts(run.control, step)
                 yield step
-                await self._train(step, rollouts, generated)
+                await self._train(step, rollouts, before)
                 yield step
             await run.finish()
         except Terminated:
+            await self.buffer.cut()
             await run.settle(PATIENCE)
             raise
         finally:
@@ -103,7 +103,7 @@ class RLTrainer:
         run = self.run
         with run.phase("generate"):
             await run.interruptible(self.buffer.advance(run.step, self._version()))
-            if self.buffer.drain:
+            if self.buffer.due == "training":
                 self._record_engine()
                 await self.engine.sleep()
         # everything is generated, and the device has nothing to do
@@ -124,10 +124,10 @@ class RLTrainer:
             self.backend.annotate(batches, needs)
             return PreparedStep(minibatches, self.algorithm.advantages(batches))
 
-    async def _train(
-        self, step: RunStep, rollouts: RolloutBatch, generated: GenerationStats
-    ) -> None:
-        """Updates the weights with a step, publishes them, and ends the step."""
+    async def _train(self, step: RunStep, rollouts: RolloutBatch, before: GenerationStats) -> None:
+        """Updates the weights with a step, publishes them, and ends the step. `before`: what the
+        engine had done when the step began.
+        """
         run = self.run
         prepared = PreparedStep([])
         if not step.skipped:
@@ -149,6 +149,8 @@ class RLTrainer:
             metrics = updates.metrics() | prepared.measured
             if not self._waits() and not step.skipped:
                 metrics |= self.algorithm.adapt(metrics)
+        await self._until_generated()
+        generated = self._engine_stats().since(before)
         await self.engine.update(self.backend.weights(), self._version())
         metrics |= self._seen(rollouts)
         metrics |= self.engine.measured
@@ -181,12 +183,19 @@ class RLTrainer:
         return rollout_metrics(rollouts, self.reward_weights, self.source.components)
 
     async def _aside(self, work: Callable[..., Any], *given: Any) -> Any:
-        """Where an engine elsewhere generates meanwhile, in a thread: its answers are heard, and
-        its episodes go on.
+        """Where an engine generates meanwhile, in a thread: its answers are heard, and its episodes
+        go on.
         """
-        if self.buffer.drain:
+        if self.buffer.due == "training":
             return work(*given)
         return await in_thread(work, *given)
+
+    async def _until_generated(self) -> None:
+        """Before weights change: an engine in this process has what it was asked for."""
+        if self.buffer.due == "update":
+            with self.run.phase("generate"):
+                await self.buffer.generated()
+            self._record_engine()
 
     def _settle_engine(self) -> None:
         """A resumed run schedules as it did: the engine gets back what its scheduling

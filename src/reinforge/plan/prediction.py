@@ -154,6 +154,7 @@ def less_memory(cfg: Config, parts: dict[str, float]) -> str:
         "leave generation to servers (rollout.engine=vllm), which need no whole copy on rank 0": (
             parts.get("copy", 0) > parts["peak"] / 2
         ),
+        "set rollout.overlap=false": cfg.rollout.overlap,
         "train an adapter (adapter.rank=16)": cfg.adapter is None,
         "set model.gradient_checkpointing=true": not cfg.model.gradient_checkpointing,
         "set model.gradient_checkpointing=host": (

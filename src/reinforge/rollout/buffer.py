@@ -6,12 +6,17 @@ Step k trains groups that were sampled with the weights of step k - s or newer. 
 function of the steps, not of the clock: what step k + s trains is begun right after update k, and
 in the process of the trainer it is generated to its last token before update k + 1 changes the
 weights; scores may come later. So a run that was killed comes out the same, and what is hidden is
-the time of rewards: they are computed while other steps generate and train. An engine elsewhere
-also generates meanwhile (`drain` off).
+the time of rewards: they are computed while other steps generate and train.
 
     s = 1:   generate 0 | generate 1 | train 0 | generate 2 | train 1 | ...
     rewards:            | of 0 ......          | of 2 ...........
                                      | of 1 ............
+
+An engine with weights of its own also generates while a step trains (`due`). In the process of the
+trainer one batch is still generated after the other, and by the same weights:
+
+    s = 1:   generate 0 | generate 1 | generate 2 | ...
+                        | train 0    | train 1    | ...
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Literal
 
 from reinforge.core.backend import State
 from reinforge.core.sample import Group
@@ -27,6 +33,8 @@ from reinforge.rollout.source import GroupSource, RolloutBatch
 from reinforge.rollout.staleness import StalenessPolicy, split_stale
 
 KINDS = ("groups", "discarded")
+# when what was begun must be generated: before the step trains, before its update, or some time
+Due = Literal["training", "update", "whenever"]
 
 
 @dataclass(eq=False)
@@ -41,6 +49,28 @@ class BufferEntry:
     before: int  # rows that the cursor had given out
     rollout_batch: RolloutBatch | None = None  # None: not complete
     task: asyncio.Task[RolloutBatch] | None = field(default=None, repr=False)
+    generated: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+
+    @property
+    def generating(self) -> bool:
+        """Whether tokens are still to come."""
+        return self.task is not None and not (self.task.done() or self.generated.is_set())
+
+    async def until_generated(self) -> None:
+        """Waits for the last token, or for what went wrong before it."""
+        if self.task is None:
+            return
+        waits = asyncio.ensure_future(self.generated.wait())
+        try:
+            await asyncio.wait({waits, self.task}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waits.cancel()
+        self.check()
+
+    def check(self) -> None:
+        """Raises what went wrong."""
+        if self.task is not None and self.task.done():
+            self.task.result()
 
 
 class RolloutBuffer:
@@ -58,16 +88,18 @@ class RolloutBuffer:
         staleness: int = 0,
         last: int | None = None,
         *,
-        drain: bool = True,
+        due: Due = "training",
     ):
         """`last`: how many steps there are.
 
-        `drain`: nothing is being generated when `advance` returns, as always with bound 0.
+        `due`: when what was begun must be generated. "training": when `advance` returns, as always
+        with bound 0; "update": when `generated` does; "whenever": an engine elsewhere goes on
+        through updates.
         """
         self.source = source
         self.staleness = StalenessPolicy(staleness)
         self.last = last
-        self.drain = drain or staleness == 0
+        self.due: Due = due if staleness else "training"
         self.in_flight: deque[BufferEntry] = deque()
         self._stale: list[Group] = []
 
@@ -80,6 +112,18 @@ class RolloutBuffer:
         ):
             await self._begin(ahead, step, version)
             ahead += 1
+
+    async def generated(self) -> None:
+        """Waits until everything that was begun has its last token."""
+        for entry in self.in_flight:
+            await entry.until_generated()
+
+    async def cut(self) -> None:
+        """The run is asked to end before the update of a step: what is being generated for a later
+        one is begun again, by the same weights.
+        """
+        if self.due == "update" and self.in_flight and self.in_flight[-1].generating:
+            await self._cut(self.in_flight[-1])
 
     async def take(self, step: int) -> RolloutBatch:
         """The rollouts of this step, complete. Whoever trains them commits them to the source.
@@ -114,20 +158,21 @@ class RolloutBuffer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _begin(self, number: int, step: int, version: int) -> None:
+        if self.due == "update":  # one after the other
+            await self.generated()
         entry = BufferEntry(number, step, version, self.source.cursor.taken)
-        generated = asyncio.Event()
-        entry.task = asyncio.ensure_future(self.source.gather(number, version, generated.set))
+        gathered = self.source.gather(number, version, entry.generated.set)
+        entry.task = asyncio.ensure_future(gathered)
         self.in_flight.append(entry)
-        waits = asyncio.ensure_future(generated.wait() if self.drain else asyncio.sleep(0))
         try:
-            await asyncio.wait({waits, entry.task}, return_when=asyncio.FIRST_COMPLETED)
+            if self.due == "training":
+                await entry.until_generated()
+            else:
+                await asyncio.sleep(0)
         except asyncio.CancelledError:
             await self._cut(entry)
             raise
-        finally:
-            waits.cancel()
-        if entry.task.done():
-            entry.task.result()  # raises what went wrong
+        entry.check()
 
     async def _cut(self, entry: BufferEntry) -> None:
         """The newest one was not generated to its end, or may wait for scores for ever: as if it

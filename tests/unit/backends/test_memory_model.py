@@ -581,6 +581,35 @@ def test_a_prediction_has_every_part(make: Callable[..., Config]) -> None:
     )
 
 
+def test_a_prediction_of_generating_while_a_step_trains(make: Callable[..., Config]) -> None:
+    """Training has what generating has beside it: a copy of what is trained, and the cache."""
+    adapted = replace(SMALL, rank=16)
+
+    def found(facts: ModelFacts, machine: roofline.Machine, *overrides: str) -> dict[str, Any]:
+        cfg = make("run", "grpo", "rollout={max_new_tokens: 1024}", *overrides)
+        return predict(cfg, facts, machine, (256.0, 256))
+
+    overlap = ("rollout.staleness=1", "rollout.overlap=true")
+    before, beside = found(SMALL, H200), found(SMALL, H200, *overlap)
+    trains, alone = beside["memory_gib"]["train"], before["memory_gib"]["train"]
+    assert trains["copy"] == trains["weights"] and "copy" not in alone
+    assert trains["kv"] == beside["memory_gib"]["generate"]["kv"] == before["kv_cache"]["gib"]
+    assert beside["kv_cache"]["stays"] and trains["prefill"] > 0 and "prefill" not in alone
+    assert "(at the same time" in dict(shown(beside))["time of a step"]
+    assert "(at the same time" not in dict(shown(before))["time of a step"]
+    narrow = found(adapted, H200, *overlap)["memory_gib"]["train"]
+    assert narrow["copy"] < trains["copy"] / 20
+
+    card = roofline.gpu("NVIDIA L40S", 46 * GIB)
+    large = replace(BIG, rank=16)
+    many = ("train.prompts_per_step=64", "algorithm.group_size=8")
+    before, beside = found(large, card, *many), found(large, card, *many, *overlap)
+    size = "tokens_per_microbatch"
+    assert beside["assumed"][size] < before["assumed"][size]  # it leaves room for the cache
+    assert not before["kv_cache"]["stays"] and beside["kv_cache"]["stays"]
+    assert beside["memory_gib"]["train"]["peak"] < 46
+
+
 def test_a_prediction_has_the_share_of_a_server_beside_the_trainer(
     make: Callable[..., Config],
 ) -> None:

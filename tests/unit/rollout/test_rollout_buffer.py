@@ -27,7 +27,7 @@ from reinforge.core.sample import Group, Row, Sample, Stop
 from reinforge.data.cursor import Cursor
 from reinforge.loops.rl import RLTrainer
 from reinforge.plan.preflight import preflight
-from reinforge.rollout.buffer import RolloutBuffer
+from reinforge.rollout.buffer import Due, RolloutBuffer
 from reinforge.rollout.group_state import groups_from_state, groups_to_state
 from reinforge.rollout.source import GroupSource, rollout_metrics
 
@@ -75,6 +75,8 @@ async def trained(
         await buffer.advance(step, step)
         rollouts.scores.set()
         batch = await buffer.take(step)
+        if buffer.due == "update":
+            await buffer.generated()
         out.append([(g.samples[0].group, int(g.samples[0].versions[-1])) for g in batch.groups])
     return out
 
@@ -161,7 +163,7 @@ def test_the_average_is_evaluated_when_nothing_is_under_way() -> None:
         rollouts.ticks = 20
         rollouts.scores.set()
         buffer = RolloutBuffer(
-            GroupSource(ROWS, Cursor(64, 0, False), rollouts, 2), 1, last=5, drain=False
+            GroupSource(ROWS, Cursor(64, 0, False), rollouts, 2), 1, last=5, due="whenever"
         )
         swapped = False
 
@@ -233,7 +235,7 @@ def test_an_engine_elsewhere_is_not_waited_for_and_old_samples_are_dropped() -> 
         rollouts.scores.set()
         rollouts.ticks = 20
         buffer = RolloutBuffer(
-            GroupSource(ROWS, Cursor(64, 0, False), rollouts, 2), 1, last=9, drain=False
+            GroupSource(ROWS, Cursor(64, 0, False), rollouts, 2), 1, last=9, due="whenever"
         )
         await buffer.advance(0, 0)
         assert rollouts.generated == []  # only begun
@@ -255,12 +257,74 @@ def test_an_engine_elsewhere_is_not_waited_for_and_old_samples_are_dropped() -> 
     asyncio.run(go())
 
 
-@pytest.mark.parametrize("drain", [True, False])
-def test_training_leaves_the_loop_free_for_an_engine_elsewhere(drain: bool) -> None:
+def test_an_engine_beside_training_has_one_batch_at_a_time() -> None:
+    """What comes next is begun when everything before it has its tokens, and is not waited for
+    until the update; with the same weights as where generating and training take turns.
+    """
+
+    async def go() -> None:
+        whole = FakeRollouts()
+        whole.scores.set()
+        source = GroupSource(ROWS, Cursor(64, 0, False), whole, 2)
+        expected = await trained(RolloutBuffer(source, 2, last=6), whole, 6)
+
+        rollouts = FakeRollouts()
+        rollouts.scores.set()
+        rollouts.ticks = 20
+        source = GroupSource(ROWS, Cursor(64, 0, False), rollouts, 2)
+        buffer = RolloutBuffer(source, 2, last=6, due="update")
+        found = []
+        for step in range(6):
+            rollouts.version = step
+            await buffer.advance(step, step)
+            newest = buffer.in_flight[-1]
+            assert newest.generating == (newest.made == step)
+            assert not any(entry.generating for entry in list(buffer.in_flight)[:-1])
+            batch = await buffer.take(step)
+            await buffer.generated()
+            assert not any(entry.generating for entry in buffer.in_flight)
+            found.append(
+                [(g.samples[0].group, int(g.samples[0].versions[-1])) for g in batch.groups]
+            )
+        assert found == expected
+
+    asyncio.run(go())
+
+
+def test_a_run_that_is_asked_to_end_does_not_wait_for_tokens() -> None:
+    """What is being generated beside the step is begun again, by the same weights: it is not part
+    of the checkpoint, and what has all its tokens is.
+    """
+
+    async def go() -> None:
+        rollouts = FakeRollouts()
+        rollouts.scores.set()
+        rollouts.ticks = 20
+        source = GroupSource(ROWS, Cursor(64, 0, False), rollouts, 2)
+        buffer = RolloutBuffer(source, 1, last=6, due="update")
+        await buffer.advance(0, 0)
+        await buffer.cut()
+        assert source.cursor.taken == 2 and [entry.step for entry in buffer.in_flight] == [0]
+        await buffer.cut()  # it has its tokens, and stays
+        await buffer.settle()
+        assert [entry["step"] for entry in buffer.state().meta["begun"]] == [0]
+        groups = await trained(buffer, rollouts, 3)
+        again = FakeRollouts()
+        again.scores.set()
+        source = GroupSource(ROWS, Cursor(64, 0, False), again, 2)
+        assert groups == await trained(RolloutBuffer(source, 1, last=6), again, 3)
+
+        await buffer.close()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("due", ["training", "update", "whenever"])
+def test_training_leaves_the_loop_free_for_an_engine_that_generates(due: Due) -> None:
     async def go() -> tuple[int, str]:
         trainer = object.__new__(RLTrainer)
         trainer.buffer = RolloutBuffer(
-            GroupSource(ROWS, Cursor(64, 0, False), FakeRollouts(), 2), 1, drain=drain
+            GroupSource(ROWS, Cursor(64, 0, False), FakeRollouts(), 2), 1, due=due
         )
         ticks = 0
         over = False
@@ -278,7 +342,7 @@ def test_training_leaves_the_loop_free_for_an_engine_elsewhere(drain: bool) -> N
         return ticks, result
 
     ticks, result = asyncio.run(go())
-    assert result == "done" and (ticks <= 2 if drain else ticks > 5)
+    assert result == "done" and (ticks <= 2 if due == "training" else ticks > 5)
 
 
 def test_the_buffer_survives_and_a_smaller_bound_drops_it() -> None:

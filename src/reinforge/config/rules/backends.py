@@ -359,6 +359,21 @@ FEATURES = (
         ),
     ),
     Feature(
+        "Generating while a step trains, with a copy of the weights",
+        "rollout.overlap",
+        lambda c: c.rollout.overlap,
+        _cells(
+            local=YES,
+            fsdp=ONE_PROCESS,
+            deepspeed=ONE_PROCESS,
+            megatron=ONE_PROCESS,
+            ray=No(
+                "it is for a run without actors",
+                "leave it out; with cluster.layout=split engines have actors of their own",
+            ),
+        ),
+    ),
+    Feature(
         "Checkpoints in parts, one a rank",
         "run.checkpoint.sharded",
         lambda c: c.run.checkpoint.sharded is True,

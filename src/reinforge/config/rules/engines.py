@@ -40,6 +40,7 @@ NO_RANKS = No(
     "it is for the native engine on the ranks of train.backend fsdp, deepspeed or megatron",
     "leave it out",
 )
+OVERLAPS = No("with staleness {engine} generates while a step trains anyway", "leave it out")
 
 
 def one_of(names: Sequence[str]) -> str:
@@ -178,6 +179,12 @@ def _features(servers: Servers) -> tuple[Feature, ...]:
             cells(native=YES, started=NO_RANKS, running=NO_RANKS),
         ),
         Feature(
+            "Generating while a step trains, with a copy of the weights",
+            "rollout.overlap",
+            lambda c: c.rollout.overlap,
+            cells(native=YES, started=OVERLAPS, running=OVERLAPS),
+        ),
+        Feature(
             "Lossless speculative decoding",
             "rollout.speculation.when",
             lambda c: c.rollout.speculation.when != "never",
@@ -227,6 +234,18 @@ RULES = (
         lambda c: _fp8_products(c) and opposed(c),
         "{algorithm} samples from two models, and only one of them would be in FP8",
         "leave it out",
+    ),
+    Rule(
+        "rollout.overlap",
+        lambda c: c.rollout.overlap and opposed(c),
+        "{algorithm} samples from two models, and only one of them would have a copy",
+        "leave it out",
+    ),
+    Rule(
+        "rollout.overlap",
+        lambda c: c.rollout.overlap and c.adapter is not None and c.adapter.kind == "qlora",
+        "a base in 4 bits is made on the GPU, and there would be two",
+        "leave it out, or set adapter.kind=lora",
     ),
     Rule(
         "rollout.cache_precision",

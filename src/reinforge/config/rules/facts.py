@@ -49,8 +49,10 @@ def at_once(config: Sections) -> int:
     if evaluated or rollout.prefix_cache or not samples(config):
         return rollout.max_batch
     prompts = math.ceil(config.train.prompts_per_step * config.sampling.over_provision - 1e-9)
-    ahead = 1 + rollout.staleness
-    return min(rollout.max_batch, prompts * config.algorithm.group_size * ahead)
+    # in the process of the trainer one step's are generated after the other's
+    several = rollout.partial or config.cluster.layout == "split"
+    steps = 1 + rollout.staleness if several else 1
+    return min(rollout.max_batch, prompts * config.algorithm.group_size * steps)
 
 
 def best_tokens(config: Sections) -> bool:

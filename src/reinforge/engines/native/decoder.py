@@ -8,11 +8,14 @@ step, one look.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from reinforge.core.turns import TURNS
 from reinforge.engines.native.decode_batch import DecodeBatch, GraphKey
 from reinforge.models.attention import HAS_TRITON, KVCache
 from reinforge.models.causal import CausalModel
@@ -33,6 +36,20 @@ def window(limit: int) -> int:
     two windows late, looking costs time.
     """
     return WINDOW if limit >= 512 else WINDOW // 2 if limit >= 128 else WINDOW // 4
+
+
+@contextmanager
+def plain_algorithms() -> Iterator[None]:
+    """Inside, torch does not look for deterministic forms of operations, though a thread that
+    trains has asked for them: a graph has the same operations whenever it is captured.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 @dataclass(slots=True)
@@ -237,14 +254,18 @@ class Decoder:
         def step() -> None:
             captured.drawn.record(still, self.model, cache, self.fused, parts, states)
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
+        with TURNS.alone(), plain_algorithms():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    step()
+            torch.cuda.current_stream().wait_stream(stream)
+            # other threads may allocate meanwhile
+            with torch.cuda.graph(
+                captured.graph, pool=self._memory, capture_error_mode="thread_local"
+            ):
                 step()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(captured.graph, pool=self._memory):
-            step()
         self._captured[rows.key, parts] = captured
         self.captures += 1
         return captured

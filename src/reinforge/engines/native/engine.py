@@ -20,8 +20,8 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -81,6 +81,14 @@ from reinforge.models.state import PackedStates, StateStore
 AHEAD = 32
 
 
+def join_weights(model: CausalModel) -> None:
+    """Joins in memory what is multiplied with the same input, where bits stay what they are: a BLAS
+    may add up in another order for a wider matrix, our kernel does not.
+    """
+    if not model.exact or model.device.type == "cuda":
+        join(model.module)
+
+
 class NativeEngine:
     """An `Engine`: the trainer's own module generates, in this process. `build/engines.py` makes it
     for a run, `build/serving.py` for a server.
@@ -104,6 +112,7 @@ class NativeEngine:
         precision: Precision = "model",
         cache_precision: Precision = "model",
         routes: bool = False,
+        stream: torch.cuda.Stream | None = None,
     ):
         """`longest` is the longest sequence to expect, prompt and completion, and `at_once` how
         many of `max_batch` to expect together: with them the cache is no larger than it needs to
@@ -111,7 +120,8 @@ class NativeEngine:
         `prefix_cache`: what was computed under the same weights is found again, as when a
         conversation goes on. `speculation`: when a step verifies drafts. `precision`: of the
         products of the decoder layers; `cache_precision`: of keys and values. `routes`: completions
-        of a mixture tell which experts their tokens went to.
+        of a mixture tell which experts their tokens went to. `stream`: of a GPU, where something
+        else may compute on another stream at the same time.
         """
         self.model = model
         self.max_batch = max_batch
@@ -126,9 +136,8 @@ class NativeEngine:
         self._trial = DraftTrial()
         # the FP8 copies of the weights that it computes with; None: it computes with the weights
         self.fp8 = Fp8Layers.of(model, "rollout.precision") if precision == "fp8" else None
-        # a BLAS may add up in another order for a wider matrix, our kernel does not
-        if not model.exact or model.device.type == "cuda":
-            join(model.module)
+        join_weights(model)
+        self.stream = stream
         self.version = 0
         self.stats = GenerationStats()
         # what is asked where the tokens went; None: nobody wants to know
@@ -219,14 +228,22 @@ class NativeEngine:
         layers = Fp8Layers.found(self.model)
         return nullcontext() if layers is None else layers.using("plain")
 
-    def _computing(self) -> AbstractContextManager[None]:
-        """Inside, the module computes in the engine's precision."""
-        return self._plainly() if self.fp8 is None else self.fp8.using("copies")
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Inside, the module computes in the engine's precision, on its stream."""
+        precision = self._plainly() if self.fp8 is None else self.fp8.using("copies")
+        with self._streamed(), precision:
+            yield
+
+    def _streamed(self) -> AbstractContextManager[object]:
+        """Inside, what is launched goes to the engine's stream."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def _copy_weights(self) -> None:
         """Makes the FP8 copies that it computes with, where there are none."""
         if self.fp8 is not None and not self.fp8.copied:
-            self.fp8.quantise()
+            with self._streamed():
+                self.fp8.quantise()
 
     def state(self) -> dict[str, int]:
         return {"blocks": self.blocks, "block": self.block}
@@ -464,7 +481,8 @@ class NativeEngine:
             raise ValueError(
                 "the native engine serves the trainer's own module; it cannot load other weights"
             )
-        self._take_in()  # what is in flight was sampled by the old weights
+        with self._streamed():
+            self._take_in()  # what is in flight was sampled by the old weights
         self.version = version
         live = self._live()
         self._entering = []
@@ -476,7 +494,8 @@ class NativeEngine:
             self._requeue(sequence)
         self.pool.forget()
         if self.fp8 is not None and self.fp8.copied:
-            self.fp8.quantise()
+            with self._streamed():
+                self.fp8.quantise()
 
     async def sleep(self) -> None:
         """Training comes next: the cache is given back where it would be in the way. Its graphs go
@@ -526,7 +545,8 @@ class NativeEngine:
             self._observe(memory)
         self._copy_weights()
         if self.cache is None:
-            self._allocate()
+            with self._streamed():
+                self._allocate()
 
     def _observe(self, memory: DeviceMemory) -> None:
         """What the first training since `sleep` has left: torch's allocator still holds what that
@@ -923,4 +943,5 @@ class NativeEngine:
         sequence.held.give_back(self.pool)
         sequence.future.cancel()
         if self._rows is not None and sequence in self._running:
-            self._rows.retire([self._running.index(sequence)], self.blocks)
+            with self._streamed():
+                self._rows.retire([self._running.index(sequence)], self.blocks)

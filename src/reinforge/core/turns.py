@@ -1,0 +1,58 @@
+"""Turns on a GPU that two threads use: one trains, one generates.
+
+While a CUDA graph is captured nobody else may wait for the device or give its memory back, and the
+operations that go into the graph must not be those that torch chooses for somebody else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Turns:
+    """Any number of threads work at the same time, or one is alone. Who wants to be alone goes
+    before everybody who begins to work after that.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._working = 0
+        self._asking = 0  # who is alone, or waits for it
+        self._own = threading.local()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """A piece of work that is not interrupted."""
+        if getattr(self._own, "inside", False):
+            yield
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: not self._asking)
+            self._working += 1
+        self._own.inside = True
+        try:
+            yield
+        finally:
+            self._own.inside = False
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, nobody works."""
+        assert not getattr(self._own, "inside", False), "it would wait for itself"
+        with self._changed:
+            self._asking += 1
+            self._changed.wait_for(lambda: not self._working)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._asking -= 1
+                self._changed.notify_all()
+
+
+TURNS = Turns()  # of this process

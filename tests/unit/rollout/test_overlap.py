@@ -1,0 +1,297 @@
+"""`rollout.overlap`: an engine with a copy of what is trained generates while a step trains, and
+the run is the one that it would be without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.tiny_runs import DATA, EVAL, LORA, digest, launch, lines
+from helpers.toys import SilentView
+from reinforge.backends.deterministic import Determinism
+from reinforge.backends.local import LocalBackend
+from reinforge.build.caller_objects import CallerObjects
+from reinforge.build.run import train_config
+from reinforge.checkpoint import store
+from reinforge.config.schema import Config
+from reinforge.core.errors import InputError
+from reinforge.core.turns import TURNS, Turns
+from reinforge.engines.beside import EngineBeside, WeightCopy
+from reinforge.engines.native.decoder import plain_algorithms
+from reinforge.engines.native.engine import NativeEngine
+from reinforge.models.fused_linear import fused_part, join
+from reinforge.models.load import load_model
+
+STALE = ("train.steps=5", "rollout.staleness=1")
+OF_THE_CLOCK = ("time", "share", "memory", "tokens_per_second", "efficiency")
+
+
+def logged(cfg: Config) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in line.items() if not name.startswith(OF_THE_CLOCK)}
+        for line in lines(cfg)
+    ]
+
+
+def both(make: Callable[..., Config], *overrides: str, **sections: Any) -> tuple[Config, Config]:
+    """The run with the key and the run without it, both done."""
+    found = []
+    for overlap in ("true", "false"):
+        settings = (*STALE, *overrides, f"rollout.overlap={overlap}")
+        cfg = make(f"overlap-{overlap}", "grpo", *settings, **sections)
+        launch(cfg, eval_data=EVAL)
+        found.append(cfg)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sections"),
+    [
+        (("eval.every=2", "run.checkpoint.every=2"), {}),
+        (("rollout.staleness=2", "algorithm.epochs=2", "train.ema=0.5", "eval.every=3"), {}),
+        (("train.learning_rate=0.01",), LORA),
+        (("model.exact=true", "train.steps=3", "rollout.max_new_tokens=4"), {}),
+    ],
+    ids=["all weights", "two steps ahead, with an average", "an adapter", "exact"],
+)
+def test_the_run_is_the_one_without_it(
+    make: Callable[..., Config], overrides: tuple[str, ...], sections: dict[str, Any]
+) -> None:
+    beside, before = both(make, *overrides, **sections)
+    assert digest(beside) == digest(before)
+    assert logged(beside) == logged(before)
+    assert any(line.get("train/grad_norm", 0) > 0 for line in lines(beside))
+
+
+def test_tokens_come_while_a_step_trains(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second step on what comes next is held up until a step trains, and the step until
+    tokens come: neither would go on if they took turns.
+    """
+    until = time.monotonic() + 60  # so that taking turns fails the test, and does not hang it
+    training = threading.Event()
+    rounds = threading.Event()
+    came = []
+    threads = set()
+    one_round, train = NativeEngine._round, LocalBackend.forward_backward
+
+    def held(self: NativeEngine) -> None:
+        if self.version and not training.is_set() and time.monotonic() < until:
+            time.sleep(0.001)
+            return
+        one_round(self)
+        rounds.set()
+
+    def waits(self: LocalBackend, *given: Any) -> Any:
+        rounds.clear()
+        training.set()
+        came.append(rounds.wait(20 if 0 < len(came) < 4 else 0))
+        threads.add(threading.current_thread())
+        return train(self, *given)
+
+    monkeypatch.setattr(NativeEngine, "_round", held)
+    monkeypatch.setattr(LocalBackend, "forward_backward", waits)
+    update = EngineBeside.update
+
+    async def holds(self: EngineBeside, *given: Any) -> None:
+        training.clear()
+        await update(self, *given)
+
+    monkeypatch.setattr(EngineBeside, "update", holds)
+    launch(make("run", "grpo", *STALE, "rollout.overlap=true"))
+    assert came[1:] == [True, True, True, False]
+    assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("before", ["true", "false"], ids=["with it", "without it"])
+def test_a_resumed_run_is_the_same_run(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """With an adapter; it says when tokens are computed and not which, so it may change."""
+    settings = ("train.steps=6", "rollout.staleness=1", "run.checkpoint.every=2")
+    whole = make("whole", "grpo", *settings, "rollout.overlap=true", **LORA)
+    launch(whole)
+    cut = make("cut", "grpo", *settings, f"rollout.overlap={before}", **LORA)
+    step = LocalBackend.step
+
+    def dies(self: LocalBackend) -> Any:
+        if self.steps == 3:
+            raise RuntimeError("killed")
+        return step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "step", dies)
+        with pytest.raises(RuntimeError, match="killed"):
+            launch(cut)
+    extra = store.load(store.steps(Path(cut.run.dir))[0])[1]
+    assert [entry["step"] for entry in extra["parts"]["ahead"]["begun"]] == [2]
+    resumed = make("cut", "grpo", *settings, "rollout.overlap=true", **LORA)
+    launch(resumed)
+    assert digest(resumed) == digest(whole) and logged(resumed) == logged(whole)
+
+
+# the copy
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_what_is_frozen_is_there_once(make: Callable[..., Config], adapter: bool) -> None:
+    cfg = make("x", "grpo", **(LORA if adapter else {}))
+    trained, other = (load_model(cfg.model, cfg.adapter, seed=seed) for seed in (1, 2))
+    weights = WeightCopy(other, trained)
+    theirs = dict(trained.module.named_parameters())
+    ours = dict(other.module.named_parameters())
+    assert theirs.keys() == ours.keys()
+    for name, parameter in theirs.items():
+        assert (ours[name] is parameter) == (not parameter.requires_grad), name
+        assert ("lora" in name) == parameter.requires_grad or not adapter, name
+    if adapter:
+        learned = sum(p.nbytes for p in theirs.values() if p.requires_grad)
+        assert weights.size - learned < 4096  # buffers: the frequencies of positions
+    parts = [part for m in other.module.modules() if (part := fused_part(m)) is not None]
+    joined = [part.joint.weight for part in parts]
+    assert parts and all((weight is not None) == adapter for weight in joined)
+    assert join(other.module) == (0 if adapter else len({id(part.joint) for part in parts}))
+
+    with torch.no_grad():
+        for parameter in theirs.values():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+    assert not all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    weights.refresh()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_other_weights_than_the_trainers_are_refused(make: Callable[..., Config]) -> None:
+    cfg = make("x", "grpo")
+    trained, other = (load_model(cfg.model, None) for _ in range(2))
+    weights = WeightCopy(other, trained)
+    engine = EngineBeside(NativeEngine(other, kv_gib=0.01), weights)
+    backend = LocalBackend(other, cfg.train, total_steps=1)
+    with pytest.raises(AssertionError):
+        asyncio.run(engine.update(backend.weights(), 1))
+    trained_weights = LocalBackend(trained, cfg.train, total_steps=1).weights()
+    asyncio.run(engine.update(trained_weights, 3))
+    assert engine.own.version == 3
+
+
+# turns on a GPU
+
+
+def test_nobody_works_while_one_is_alone() -> None:
+    """Whoever asks to be alone goes before the next piece of work, however soon that comes."""
+    turns = Turns()
+    told: list[str] = []
+    over = threading.Event()
+    pieces = 0
+
+    def works() -> None:
+        nonlocal pieces
+        while not over.is_set():
+            with turns.working(), turns.working():  # one inside the other
+                told.append("begins")
+                time.sleep(0.002)
+                told.append("ends")
+                pieces += 1
+
+    worker = threading.Thread(target=works)
+    worker.start()
+    try:
+        for _ in range(5):
+            seen = pieces
+            while pieces == seen:
+                time.sleep(0.001)
+            with turns.alone():
+                told.append("alone")
+                time.sleep(0.01)
+                told.append("alone")
+    finally:
+        over.set()
+        worker.join(10)
+    assert not worker.is_alive()
+    pairs = list(zip(told[::2], told[1::2], strict=True))
+    assert set(pairs) == {("begins", "ends"), ("alone", "alone")}
+    assert pairs.count(("alone", "alone")) == 5
+
+
+def test_a_graph_is_captured_with_the_usual_operations() -> None:
+    """Training asks torch for deterministic forms, which holds for all threads: not meanwhile."""
+    seen: list[bool] = []
+    captures, trained = threading.Event(), threading.Event()
+
+    def trains() -> None:
+        captures.wait(10)
+        with Determinism(True, torch.device("cuda")).enforced():
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            with TURNS.working():
+                pass
+            captures.clear()
+            captures.wait(10)
+            seen.append(torch.are_deterministic_algorithms_enabled())
+        trained.set()
+
+    thread = threading.Thread(target=trains)
+    thread.start()
+    with TURNS.alone(), plain_algorithms():
+        captures.set()
+        time.sleep(0.05)
+        assert not seen  # it waits
+    while captures.is_set():
+        time.sleep(0.001)
+    with TURNS.alone(), plain_algorithms():
+        assert not torch.are_deterministic_algorithms_enabled()
+        captures.set()
+        time.sleep(0.05)
+        assert not trained.is_set()
+    assert trained.wait(10) and seen[0] and not torch.are_deterministic_algorithms_enabled()
+    thread.join(10)
+
+
+# what cannot be
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sections", "says"),
+    [
+        ((), {}, "set rollout.staleness to at least 1"),
+        (
+            ("rollout.staleness=1", "rollout.partial=true", "sampling.over_provision=1.5"),
+            {},
+            "leave rollout.partial out",
+        ),
+        (("rollout.staleness=1", "rollout.engine=vllm"), {}, "rollout.overlap"),
+        (("rollout.staleness=1", "train.backend=fsdp"), {}, "rollout.overlap"),
+        (("rollout.staleness=1", "cluster.kind=ray"), {}, "rollout.overlap"),
+        (
+            ("rollout.staleness=1",),
+            {"adapter": {"kind": "qlora", "rank": 4}},
+            "a base in 4 bits is made on the GPU",
+        ),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_go_with(
+    make: Callable[..., Config], overrides: tuple[str, ...], sections: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InputError, match=says):
+        make("x", "grpo", "rollout.overlap=true", *overrides, **sections)
+
+
+def test_a_model_that_was_given_is_there_once(make: Callable[..., Config]) -> None:
+    cfg = make("x", "grpo", *STALE, "rollout.overlap=true")
+    model = load_model(cfg.model, None)
+    given = CallerObjects(data=DATA, rewards=[_odd], module=model.module, tokenizer=model.tokenizer)
+    with pytest.raises(InputError, match=r"rollout.overlap: a model that was given as an object"):
+        train_config(cfg, given, SilentView())
+
+
+def _odd(completions: list[str]) -> list[float]:
+    return [float(len(text) % 2) for text in completions]
