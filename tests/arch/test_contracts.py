@@ -74,6 +74,7 @@ def methods(node: ast.ClassDef) -> set[str]:
 def test_who_implements_a_contract() -> None:
     assert implementations("Engine").keys() == {
         "NativeEngine",
+        "EngineBeside",
         "ServedEngine",
         "DataParallelEngine",
         "RemoteEngine",

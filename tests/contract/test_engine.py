@@ -20,6 +20,7 @@ from helpers.stub_servers import STUBS, Stub, StubServers, told
 from helpers.toys import VOCABULARY, ToyTokenizer, make_model
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.weights import Weights
+from reinforge.engines.beside import EngineBeside, WeightCopy
 from reinforge.engines.native import NativeEngine
 from reinforge.engines.native.blocks import BlockPool
 from reinforge.engines.resumable import ResumableRequests
@@ -37,6 +38,12 @@ def small(_: None, **settings: Any) -> NativeEngine:
     engine.blocks = 8
     engine.pool = BlockPool(8, 16)
     return engine
+
+
+def beside(_: None, **settings: Any) -> EngineBeside:
+    """With a copy of what a trainer changes."""
+    trained, copy = make_model(), make_model()
+    return EngineBeside(NativeEngine(copy, kv_gib=0.01, **settings), WeightCopy(copy, trained))
 
 
 def with_opponent(_: None, **settings: Any) -> EngineWithOpponent:
@@ -103,6 +110,14 @@ class TestInThisProcess(EngineContract):
             idle=native_idle,
             breaks=break_native,
             cannot={"test_its_state_is_for_another_of_its_kind": "its pool is put in by the test"},
+        ),
+        EngineCase(
+            name="native, beside training",
+            implementation="EngineBeside",
+            make=beside,
+            weights=lambda _, e: Weights("shared", module=e.weights.module),
+            idle=lambda e: native_idle(e.engine),
+            breaks=lambda e: break_native(e.engine),
         ),
         EngineCase(
             name="with an opponent",

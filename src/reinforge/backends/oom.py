@@ -14,6 +14,7 @@ import torch
 from reinforge.core.batch import Batch, cut, unit_sizes
 from reinforge.core.errors import InputError
 from reinforge.core.report import OutOfMemory
+from reinforge.core.turns import TURNS
 
 
 class OomRecovery:
@@ -95,4 +96,5 @@ def memory_errors() -> Iterator[None]:
 def free_caches() -> None:
     gc.collect()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        with TURNS.working():
+            torch.cuda.empty_cache()

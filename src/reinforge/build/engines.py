@@ -18,7 +18,6 @@ from reinforge.cluster.data_parallel import DataParallelEngine
 from reinforge.config.rollout import SpeculationConfig
 from reinforge.config.rules.facts import at_once, opposed
 from reinforge.core.engine import Engine
-from reinforge.core.errors import InputError
 from reinforge.core.kv_pool import DeviceShare
 from reinforge.engines.beside import EngineBeside, WeightCopy
 from reinforge.engines.native import NativeEngine
@@ -61,17 +60,9 @@ def native_engine(
     )
 
 
-def engine_beside(
-    inputs: ModelInputs, model: CausalModel, stops: frozenset[int], *, saved: str | None
-) -> EngineBeside:
+def engine_beside(inputs: ModelInputs, model: CausalModel, stops: frozenset[int]) -> EngineBeside:
     """Our own engine with a copy of what is trained, so that it can generate meanwhile."""
     cfg = inputs.cfg
-    if saved is None:
-        raise InputError(
-            "a model that was given as an object cannot be loaded a second time.",
-            where="rollout.overlap",
-            fix="Save it and give its path, or leave rollout.overlap out.",
-        )
     proved = mask_extents(model.trunk)
     copy = load_policy(cfg, scores=False, in_host_memory=True, proved=proved)
     assert isinstance(copy, CausalModel)
@@ -122,8 +113,8 @@ def engine_of(
         return make_served(setup, trainer_score(model), gpus.release)
     if ranks is not None:
         move_to_device(model, cfg.model)
-    if cfg.rollout.overlap:
-        return engine_beside(inputs, model, stops, saved=saved)
+    if cfg.rollout.overlap and inputs.trains:
+        return engine_beside(inputs, model, stops)
     size = 1 if ranks is None else ranks.size
     engine = native_engine(inputs, model, stops, ranks=size)
     if ranks is None or not inputs.all_ranks:

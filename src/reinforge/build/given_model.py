@@ -73,6 +73,12 @@ def _check_place(cfg: Config) -> None:
             where=key,
             fix="Save it and give its path, or train in one process.",
         )
+    if cfg.rollout.overlap:
+        raise InputError(
+            "a model that was given as an object cannot be loaded a second time, for a copy.",
+            where="rollout.overlap",
+            fix="Save it and give its path, or leave rollout.overlap out.",
+        )
     if cfg.algorithm.family == "reward":
         raise InputError(
             "a reward model is made from a model's files.",

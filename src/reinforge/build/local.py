@@ -94,7 +94,8 @@ class LocalFactories:
             model = load_critic(cfg, policy)
         else:
             model = load_scalar(section, where=where, fresh=True)
-        return LocalBackend(model, train, total_steps=updates, paired=True)
+        overlap = cfg.rollout.overlap
+        return LocalBackend(model, train, total_steps=updates, paired=True, overlap=overlap)
 
     def make_backend(
         self,

@@ -11,21 +11,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+class _OfThread(threading.local):
+    inside = False  # whether this thread works
+
+
 class Turns:
     """Any number of threads work at the same time, or one is alone. Who wants to be alone goes
-    before everybody who begins to work after that.
+    before everybody who begins to work after that. It is about threads: kernels that were launched
+    before may still run.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._working = 0
         self._asking = 0  # who is alone, or waits for it
-        self._own = threading.local()
+        self._alone = False
+        self._own = _OfThread()
 
     @contextmanager
     def working(self) -> Iterator[None]:
         """A piece of work that is not interrupted."""
-        if getattr(self._own, "inside", False):
+        if self._own.inside:
             yield
             return
         with self._changed:
@@ -43,14 +49,21 @@ class Turns:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Inside, nobody works."""
-        assert not getattr(self._own, "inside", False), "it would wait for itself"
+        assert not self._own.inside, "it would wait for itself"
         with self._changed:
             self._asking += 1
-            self._changed.wait_for(lambda: not self._working)
+            try:
+                self._changed.wait_for(lambda: not self._working and not self._alone)
+            except BaseException:
+                self._asking -= 1
+                self._changed.notify_all()
+                raise
+            self._alone = True
         try:
             yield
         finally:
             with self._changed:
+                self._alone = False
                 self._asking -= 1
                 self._changed.notify_all()
 

@@ -2,7 +2,8 @@
 trainer's are being changed (`rollout.overlap`).
 
 Its module is a second one of the same kind. What is trained has a copy there, and is copied again
-after every update; what is frozen is the trainer's own, so that an adapter's base is there once.
+after every update; what stays as it is is the trainer's own, so that an adapter's base is there
+once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from reinforge.core.weights import Weights
 from reinforge.engines.native.engine import NativeEngine, join_weights
 from reinforge.models.causal import CausalModel
 from reinforge.models.fused_linear import share_joined
+from reinforge.models.router_bias import biases_of
 
 
 class WeightCopy:
@@ -25,17 +27,21 @@ class WeightCopy:
     """
 
     def __init__(self, copy: CausalModel, model: CausalModel):
-        """Gives the copy the frozen parameters of the model."""
+        """Gives the copy the parameters of the model that stay as they are."""
         self.copy = copy.module
         self.module = model.module
         join_weights(model)  # as the engine of a run without a copy does
         theirs = dict(self.module.named_parameters(remove_duplicate=False))
+        moved = {name for name, _ in biases_of(self.module)}  # though no gradient reaches them
         for prefix, part in self.copy.named_modules(remove_duplicate=False):
             for name, own in part._parameters.items():
-                other = theirs.get(f"{prefix}.{name}" if prefix else name)
-                if own is not None and other is not None and not other.requires_grad:
-                    part._parameters[name] = other
+                path = f"{prefix}.{name}" if prefix else name
+                if own is None or path not in theirs or path in moved:
+                    continue
+                if not theirs[path].requires_grad:
+                    part._parameters[name] = theirs[path]
         share_joined(self.copy, self.module)
+        self.refresh()
 
     @property
     def size(self) -> int:
@@ -59,33 +65,33 @@ class EngineBeside:
     """An `Engine` that generates while the policy is trained: a native engine on a copy of the
     weights, on a GPU with a stream of its own. `build/engines.py` makes it.
 
-    Nobody may be generating when it gets new weights: all tokens of an answer have one version.
+    Whoever trains waits for tokens before it gives new weights: then an answer has one version.
     """
 
-    def __init__(self, own: NativeEngine, weights: WeightCopy):
-        self.own = own
+    def __init__(self, engine: NativeEngine, weights: WeightCopy):
+        self.engine = engine
         self.weights = weights
 
     @property
     def stats(self) -> GenerationStats:
-        return self.own.stats
+        return self.engine.stats
 
     @property
     def measured(self) -> Mapping[str, float]:
-        return self.own.measured
+        return self.engine.measured
 
     @property
     def streaming(self) -> StreamingEngine:
-        return self.own
+        return self.engine
 
     async def generate(
         self, tokens: Sequence[int], params: Sampling, *, key: int, n: int = 1
     ) -> list[Completion]:
-        return await self.own.generate(tokens, params, key=key, n=n)
+        return await self.engine.generate(tokens, params, key=key, n=n)
 
     async def update(self, weights: Weights, version: int) -> None:
         assert weights.kind == "shared" and weights.module is self.weights.module
-        stream = self.own.stream
+        stream = self.engine.stream
         if stream is None:
             self.weights.refresh()
         else:
@@ -94,16 +100,16 @@ class EngineBeside:
             with torch.cuda.stream(stream):
                 self.weights.refresh()
             trains.wait_stream(stream)  # before it changes them again
-        await self.own.update(Weights("shared", module=self.weights.copy), version)
+        await self.engine.update(Weights("shared", module=self.weights.copy), version)
 
     async def sleep(self) -> None:
         """It has its memory as long as the run goes on."""
 
     def state(self) -> dict[str, int]:
-        return self.own.state()
+        return self.engine.state()
 
     def load(self, state: dict[str, int]) -> None:
-        self.own.load(state)
+        self.engine.load(state)
 
     def close(self) -> None:
-        self.own.close()
+        self.engine.close()

@@ -148,9 +148,12 @@ class Checkpointer:
             async with asyncio.timeout(seconds):
                 await self._settle()
         except TimeoutError:
-            self._done_at = step
             return False
         return True
+
+    def leave(self, step: int) -> None:
+        """Nothing is saved of what came after the newest checkpoint."""
+        self._done_at = step
 
     def save(self, step: int, extra: Mapping[str, Any], best_step: int | None) -> None:
         """Begins a checkpoint of this boundary; old ones are removed after it, but not the best.

@@ -10,6 +10,7 @@ cut; publish the new weights.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,7 +43,7 @@ from reinforge.rollout.kept import KeptRollouts
 from reinforge.rollout.source import GroupSource, RolloutBatch, rollout_metrics
 
 OF_ENGINE = "engine/"  # counters of the run that are the engine's
-PATIENCE = 20.0  # seconds that a run which is asked to end waits for rewards under way
+PATIENCE = 20.0  # seconds that a run which is asked to end waits for rollouts under way
 
 
 @dataclass
@@ -92,7 +93,7 @@ class RLTrainer:
                 yield step
             await run.finish()
         except Terminated:
-            await self.buffer.cut()
+            await self.buffer.cut_unfinished()
             await run.settle(PATIENCE)
             raise
         finally:
@@ -191,11 +192,21 @@ class RLTrainer:
         return await in_thread(work, *given)
 
     async def _until_generated(self) -> None:
-        """Before weights change: an engine in this process has what it was asked for."""
-        if self.buffer.due == "update":
-            with self.run.phase("generate"):
-                await self.buffer.generated()
-            self._record_engine()
+        """Before the engine gets new weights: one in this process has what it was asked for."""
+        if self.buffer.due != "update":
+            return
+        with self.run.phase("generate"):
+            try:
+                await self.run.interruptible(self.buffer.until_generated())
+            except Terminated as ended:
+                # the weights have moved: the step ends as it would have ended, or has not been
+                try:
+                    async with asyncio.timeout(PATIENCE):
+                        await self.buffer.until_generated()
+                except TimeoutError:
+                    self.run.leave_step(PATIENCE)
+                    raise ended from None
+        self._record_engine()
 
     def _settle_engine(self) -> None:
         """A resumed run schedules as it did: the engine gets back what its scheduling

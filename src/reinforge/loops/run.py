@@ -645,10 +645,15 @@ class Run:
     async def settle(self, seconds: float) -> None:
         """The run is asked to end: its state is to be complete, if that does not take too long."""
         if not await self.checkpointer.settle_within(self.step, seconds):
-            self.view.message(
-                f"rollouts under way are not complete after {seconds:g} s: the last checkpoint"
-                " stays the newest"
-            )
+            self.leave_step(seconds)
+
+    def leave_step(self, seconds: float) -> None:
+        """The run ends, and the state is not that of a boundary: it is not saved."""
+        self.checkpointer.leave(self.step)
+        self.view.message(
+            f"rollouts under way are not complete after {seconds:g} s: the last checkpoint"
+            " stays the newest"
+        )
 
     def _tell(self, text: str) -> None:
         self.view.message(text)

@@ -49,18 +49,18 @@ class BufferEntry:
     before: int  # rows that the cursor had given out
     rollout_batch: RolloutBatch | None = None  # None: not complete
     task: asyncio.Task[RolloutBatch] | None = field(default=None, repr=False)
-    generated: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    all_tokens: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
     @property
     def generating(self) -> bool:
         """Whether tokens are still to come."""
-        return self.task is not None and not (self.task.done() or self.generated.is_set())
+        return self.task is not None and not (self.task.done() or self.all_tokens.is_set())
 
     async def until_generated(self) -> None:
         """Waits for the last token, or for what went wrong before it."""
         if self.task is None:
             return
-        waits = asyncio.ensure_future(self.generated.wait())
+        waits = asyncio.ensure_future(self.all_tokens.wait())
         try:
             await asyncio.wait({waits, self.task}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -93,7 +93,7 @@ class RolloutBuffer:
         """`last`: how many steps there are.
 
         `due`: when what was begun must be generated. "training": when `advance` returns, as always
-        with bound 0; "update": when `generated` does; "whenever": an engine elsewhere goes on
+        with bound 0; "update": when `until_generated` does; "whenever": an engine elsewhere goes on
         through updates.
         """
         self.source = source
@@ -113,12 +113,12 @@ class RolloutBuffer:
             await self._begin(ahead, step, version)
             ahead += 1
 
-    async def generated(self) -> None:
+    async def until_generated(self) -> None:
         """Waits until everything that was begun has its last token."""
         for entry in self.in_flight:
             await entry.until_generated()
 
-    async def cut(self) -> None:
+    async def cut_unfinished(self) -> None:
         """The run is asked to end before the update of a step: what is being generated for a later
         one is begun again, by the same weights.
         """
@@ -159,9 +159,9 @@ class RolloutBuffer:
 
     async def _begin(self, number: int, step: int, version: int) -> None:
         if self.due == "update":  # one after the other
-            await self.generated()
+            await self.until_generated()
         entry = BufferEntry(number, step, version, self.source.cursor.taken)
-        gathered = self.source.gather(number, version, entry.generated.set)
+        gathered = self.source.gather(number, version, entry.all_tokens.set)
         entry.task = asyncio.ensure_future(gathered)
         self.in_flight.append(entry)
         try:

@@ -5,6 +5,9 @@ the run is the one that it would be without.
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +18,7 @@ import pytest
 import torch
 
 from helpers.tiny_runs import DATA, EVAL, LORA, digest, launch, lines
+from helpers.toy_architectures import make_architecture
 from helpers.toys import SilentView
 from reinforge.backends.deterministic import Determinism
 from reinforge.backends.local import LocalBackend
@@ -22,13 +26,17 @@ from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
-from reinforge.core.errors import InputError
+from reinforge.core.errors import InputError, Terminated
 from reinforge.core.turns import TURNS, Turns
 from reinforge.engines.beside import EngineBeside, WeightCopy
-from reinforge.engines.native.decoder import plain_algorithms
+from reinforge.engines.native.decoder import undisturbed
 from reinforge.engines.native.engine import NativeEngine
+from reinforge.loops import rl
+from reinforge.models.causal import CausalModel
 from reinforge.models.fused_linear import fused_part, join
 from reinforge.models.load import load_model
+from reinforge.models.router_bias import biases_of
+from reinforge.offline.evaluate import evaluate_saved
 
 STALE = ("train.steps=5", "rollout.staleness=1")
 OF_THE_CLOCK = ("time", "share", "memory", "tokens_per_second", "efficiency")
@@ -52,19 +60,41 @@ def both(make: Callable[..., Config], *overrides: str, **sections: Any) -> tuple
     return found[0], found[1]
 
 
+def slow(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    work = getattr(owner, name)
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(0.02)
+        return work(*given)
+
+    monkeypatch.setattr(owner, name, slowly)
+
+
 @pytest.mark.parametrize(
-    ("overrides", "sections"),
+    ("overrides", "sections", "slowed"),
     [
-        (("eval.every=2", "run.checkpoint.every=2"), {}),
-        (("rollout.staleness=2", "algorithm.epochs=2", "train.ema=0.5", "eval.every=3"), {}),
-        (("train.learning_rate=0.01",), LORA),
-        (("model.exact=true", "train.steps=3", "rollout.max_new_tokens=4"), {}),
+        (("eval.every=2", "run.checkpoint.every=2"), {}, (LocalBackend, "forward_backward")),
+        (
+            ("rollout.staleness=2", "algorithm.epochs=2", "train.ema=0.5", "eval.every=3"),
+            {},
+            (NativeEngine, "_round"),
+        ),
+        (("sampling.prefer=teachable", "train.steps=8"), {}, (NativeEngine, "_round")),
+        (("train.learning_rate=0.01",), LORA, None),
+        (("model.exact=true", "train.steps=3", "rollout.max_new_tokens=4"), {}, None),
     ],
-    ids=["all weights", "two steps ahead, with an average", "an adapter", "exact"],
+    ids=["all weights", "two steps ahead, with an average", "teachable", "an adapter", "exact"],
 )
 def test_the_run_is_the_one_without_it(
-    make: Callable[..., Config], overrides: tuple[str, ...], sections: dict[str, Any]
+    make: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: tuple[str, ...],
+    sections: dict[str, Any],
+    slowed: tuple[type, str] | None,
 ) -> None:
+    """Whichever of training and generating takes longer."""
+    if slowed is not None:
+        slow(monkeypatch, *slowed)
     beside, before = both(make, *overrides, **sections)
     assert digest(beside) == digest(before)
     assert logged(beside) == logged(before)
@@ -112,9 +142,11 @@ def test_tokens_come_while_a_step_trains(
     assert threading.main_thread() not in threads
 
 
-@pytest.mark.parametrize("before", ["true", "false"], ids=["with it", "without it"])
+@pytest.mark.parametrize(
+    ("before", "after"), [("true", "true"), ("false", "true"), ("true", "false")]
+)
 def test_a_resumed_run_is_the_same_run(
-    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, before: str
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, before: str, after: str
 ) -> None:
     """With an adapter; it says when tokens are computed and not which, so it may change."""
     settings = ("train.steps=6", "rollout.staleness=1", "run.checkpoint.every=2")
@@ -134,9 +166,69 @@ def test_a_resumed_run_is_the_same_run(
             launch(cut)
     extra = store.load(store.steps(Path(cut.run.dir))[0])[1]
     assert [entry["step"] for entry in extra["parts"]["ahead"]["begun"]] == [2]
-    resumed = make("cut", "grpo", *settings, "rollout.overlap=true", **LORA)
+    resumed = make("cut", "grpo", *settings, f"rollout.overlap={after}", **LORA)
     launch(resumed)
     assert digest(resumed) == digest(whole) and logged(resumed) == logged(whole)
+
+
+@pytest.mark.parametrize("they_come", [True, False], ids=["they come", "they do not come"])
+def test_asked_to_end_while_tokens_come(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, they_come: bool
+) -> None:
+    """The weights have moved: the step is saved when the tokens are there, or has not been."""
+    settings = ("train.steps=6", "rollout.staleness=1", "rollout.overlap=true")
+    settings = (*settings, "run.checkpoint.every=2")
+    whole = make("whole", "grpo", *settings)
+    launch(whole)
+    ended = make("ended", "grpo", *settings)
+    one_round, step = NativeEngine._round, LocalBackend.step
+    trained, asked = threading.Event(), threading.Event()
+
+    def holds(self: NativeEngine) -> None:
+        if self.version == 3 and not asked.is_set() and trained.is_set():
+            asked.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.version == 3 and not (asked.is_set() and they_come):
+            time.sleep(0.001)
+            return
+        one_round(self)
+
+    def tells(self: LocalBackend) -> Any:
+        report = step(self)
+        if self.steps == 4:
+            trained.set()
+        return report
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeEngine, "_round", holds)
+        patch.setattr(LocalBackend, "step", tells)
+        patch.setattr(rl, "PATIENCE", 30.0 if they_come else 0.2)
+        with pytest.raises(Terminated, match="at step"):
+            launch(ended)
+    newest = store.latest(Path(ended.run.dir))
+    assert newest is not None and store.load(newest)[1]["step"] == (4 if they_come else 2)
+    launch(make("ended", "grpo", *settings))
+    assert digest(ended) == digest(whole)
+    assert [line for line in logged(ended) if "train/loss" in line] == [
+        line for line in logged(whole) if "train/loss" in line
+    ]
+
+
+def test_a_checkpoint_is_evaluated_with_its_own_weights(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing is trained then, so there is no copy."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in DATA))
+    data = {"source": str(rows), "eval": {"size": 4}}
+    cfg = make(
+        "run", "grpo", *STALE, "train.learning_rate=0.05", "rollout.overlap=true", data=data, **LORA
+    )
+    train_config(cfg, CallerObjects(), SilentView())
+    run = Path(cfg.run.dir)
+    monkeypatch.setattr(EngineBeside, "__init__", lambda *given: pytest.fail("there is a copy"))
+    beside = evaluate_saved(run, [], "latest")
+    assert beside == evaluate_saved(run, ["rollout.overlap=false"], "latest")
 
 
 # the copy
@@ -170,6 +262,38 @@ def test_what_is_frozen_is_there_once(make: Callable[..., Config], adapter: bool
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_copy_begins_with_the_weights_of_the_trainer(make: Callable[..., Config]) -> None:
+    """Which may be those of a checkpoint by then."""
+    cfg = make("x", "grpo", **LORA)
+    trained, other = (load_model(cfg.model, cfg.adapter, seed=seed) for seed in (1, 2))
+    with torch.no_grad():
+        for parameter in trained.module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+    WeightCopy(other, trained)
+    theirs = dict(trained.module.named_parameters())
+    assert all(torch.equal(p, theirs[name]) for name, p in other.module.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "ernie4_5_moe"])
+def test_biases_of_routers_are_copied(kind: str) -> None:
+    """They move without a gradient; a buffer in the one, a frozen parameter in the other."""
+    trained, other = (CausalModel(make_architecture(kind)) for _ in range(2))
+    for module in (trained.module, other.module):
+        module.requires_grad_(False)
+    weights = WeightCopy(other, trained)
+    theirs, ours = (dict(biases_of(model.module)) for model in (trained, other))
+    assert len(theirs) > 0
+    with torch.no_grad():
+        for bias in theirs.values():
+            bias.add_(1.0)
+    assert not any(torch.equal(ours[name], bias) for name, bias in theirs.items())
+    weights.refresh()
+    assert all(torch.equal(ours[name], bias) for name, bias in theirs.items())
+    shared = {id(p) for p in trained.module.parameters()}
+    assert sum(id(p) not in shared for p in other.module.parameters()) <= len(theirs)
+
+
 def test_other_weights_than_the_trainers_are_refused(make: Callable[..., Config]) -> None:
     cfg = make("x", "grpo")
     trained, other = (load_model(cfg.model, None) for _ in range(2))
@@ -180,7 +304,7 @@ def test_other_weights_than_the_trainers_are_refused(make: Callable[..., Config]
         asyncio.run(engine.update(backend.weights(), 1))
     trained_weights = LocalBackend(trained, cfg.train, total_steps=1).weights()
     asyncio.run(engine.update(trained_weights, 3))
-    assert engine.own.version == 3
+    assert engine.engine.version == 3
 
 
 # turns on a GPU
@@ -222,6 +346,47 @@ def test_nobody_works_while_one_is_alone() -> None:
     assert pairs.count(("alone", "alone")) == 5
 
 
+def test_two_are_alone_one_after_the_other() -> None:
+    turns = Turns()
+    told: list[str] = []
+
+    def asks() -> None:
+        for _ in range(20):
+            with turns.alone():
+                told.append("begins")
+                time.sleep(0.001)
+                told.append("ends")
+
+    threads = [threading.Thread(target=asks) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert told == ["begins", "ends"] * 40
+
+
+def test_others_go_on_when_something_went_wrong() -> None:
+    """While one was alone, and while one waited for it."""
+    turns = Turns()
+    with pytest.raises(RuntimeError, match="inside"), turns.alone():
+        raise RuntimeError("inside")
+    with turns.working():
+        pass
+
+    def interrupted(*given: Any) -> bool:
+        raise KeyboardInterrupt
+
+    wait_for = turns._changed.wait_for
+    turns._changed.wait_for = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt), turns.alone():
+        pass
+    turns._changed.wait_for = wait_for  # type: ignore[method-assign]
+    with turns.working():
+        pass
+    with turns.alone():
+        pass
+
+
 def test_a_graph_is_captured_with_the_usual_operations() -> None:
     """Training asks torch for deterministic forms, which holds for all threads: not meanwhile."""
     seen: list[bool] = []
@@ -240,13 +405,13 @@ def test_a_graph_is_captured_with_the_usual_operations() -> None:
 
     thread = threading.Thread(target=trains)
     thread.start()
-    with TURNS.alone(), plain_algorithms():
+    with undisturbed():
         captures.set()
         time.sleep(0.05)
         assert not seen  # it waits
     while captures.is_set():
         time.sleep(0.001)
-    with TURNS.alone(), plain_algorithms():
+    with undisturbed():
         assert not torch.are_deterministic_algorithms_enabled()
         captures.set()
         time.sleep(0.05)
@@ -267,9 +432,24 @@ def test_a_graph_is_captured_with_the_usual_operations() -> None:
             {},
             "leave rollout.partial out",
         ),
-        (("rollout.staleness=1", "rollout.engine=vllm"), {}, "rollout.overlap"),
-        (("rollout.staleness=1", "train.backend=fsdp"), {}, "rollout.overlap"),
-        (("rollout.staleness=1", "cluster.kind=ray"), {}, "rollout.overlap"),
+        (
+            ("rollout.staleness=1", "rollout.engine=vllm"),
+            {},
+            "with staleness vllm generates while a step trains anyway",
+        ),
+        (("rollout.staleness=1", "train.backend=fsdp"), {}, "it is proved for one process"),
+        (("rollout.staleness=1", "cluster.kind=ray"), {}, "it is for a run without actors"),
+        (
+            ("rollout.staleness=1", "algorithm.dynamic_sampling=true"),
+            {},
+            "set algorithm.dynamic_sampling=false",
+        ),
+        (
+            ("rollout.staleness=1", "sampling.over_provision=1.5"),
+            {},
+            "set sampling.over_provision=1",
+        ),
+        (("rollout.staleness=1", "rollout.kept=/elsewhere"), {}, "and nothing is generated"),
         (
             ("rollout.staleness=1",),
             {"adapter": {"kind": "qlora", "rank": 4}},

@@ -76,7 +76,7 @@ async def trained(
         rollouts.scores.set()
         batch = await buffer.take(step)
         if buffer.due == "update":
-            await buffer.generated()
+            await buffer.until_generated()
         out.append([(g.samples[0].group, int(g.samples[0].versions[-1])) for g in batch.groups])
     return out
 
@@ -281,7 +281,7 @@ def test_an_engine_beside_training_has_one_batch_at_a_time() -> None:
             assert newest.generating == (newest.made == step)
             assert not any(entry.generating for entry in list(buffer.in_flight)[:-1])
             batch = await buffer.take(step)
-            await buffer.generated()
+            await buffer.until_generated()
             assert not any(entry.generating for entry in buffer.in_flight)
             found.append(
                 [(g.samples[0].group, int(g.samples[0].versions[-1])) for g in batch.groups]
@@ -303,9 +303,9 @@ def test_a_run_that_is_asked_to_end_does_not_wait_for_tokens() -> None:
         source = GroupSource(ROWS, Cursor(64, 0, False), rollouts, 2)
         buffer = RolloutBuffer(source, 1, last=6, due="update")
         await buffer.advance(0, 0)
-        await buffer.cut()
+        await buffer.cut_unfinished()
         assert source.cursor.taken == 2 and [entry.step for entry in buffer.in_flight] == [0]
-        await buffer.cut()  # it has its tokens, and stays
+        await buffer.cut_unfinished()  # it has its tokens, and stays
         await buffer.settle()
         assert [entry["step"] for entry in buffer.state().meta["begun"]] == [0]
         groups = await trained(buffer, rollouts, 3)

@@ -124,6 +124,25 @@ RULES = (
         "nothing would be left over",
         "set sampling.over_provision, e.g. to 1.25",
     ),
+    Rule(
+        OVERLAP,
+        lambda c: c.rollout.overlap and dynamic(c),
+        "with dynamic sampling rewards decide what else a step generates, and weights of rows may"
+        " change meanwhile",
+        "leave it out, or set algorithm.dynamic_sampling=false",
+    ),
+    Rule(
+        OVERLAP,
+        lambda c: c.rollout.overlap and c.sampling.over_provision > 1 and not c.rollout.partial,
+        "what comes after a step would depend on who is first",
+        "leave it out, or set sampling.over_provision=1",
+    ),
+    Rule(
+        OVERLAP,
+        lambda c: c.rollout.overlap and c.rollout.kept is not None,
+        "kept rollouts are trained on, and nothing is generated",
+        "leave it out",
+    ),
 )
 
 ASYNCHRONY = Table(

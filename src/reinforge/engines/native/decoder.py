@@ -39,17 +39,19 @@ def window(limit: int) -> int:
 
 
 @contextmanager
-def plain_algorithms() -> Iterator[None]:
-    """Inside, torch does not look for deterministic forms of operations, though a thread that
-    trains has asked for them: a graph has the same operations whenever it is captured.
+def undisturbed() -> Iterator[None]:
+    """Inside, no other thread trains, and torch does not look for the deterministic forms of
+    operations that a thread which trains has asked for: that switch is one for all threads, and
+    some operations that draw have no such form.
     """
-    before = torch.are_deterministic_algorithms_enabled()
-    warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(False)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned)
+    with TURNS.alone():
+        before = torch.are_deterministic_algorithms_enabled()
+        warned = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(False)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 @dataclass(slots=True)
@@ -254,7 +256,7 @@ class Decoder:
         def step() -> None:
             captured.drawn.record(still, self.model, cache, self.fused, parts, states)
 
-        with TURNS.alone(), plain_algorithms():
+        with undisturbed():
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):

@@ -59,7 +59,7 @@ from reinforge.core.weights import Weights
 from reinforge.engines.native.blocks import BlockPool, CacheHolding, block_keys
 from reinforge.engines.native.cache_shapes import cache_shapes
 from reinforge.engines.native.decode_batch import DecodeBatch, LiveSequence
-from reinforge.engines.native.decoder import Decoder, DecodeWindow, LaunchedWindow
+from reinforge.engines.native.decoder import Decoder, DecodeWindow, LaunchedWindow, undisturbed
 from reinforge.engines.native.drafts import AnswerMemory, DraftTrial, Kin, Speculation, kin_of
 from reinforge.engines.native.forced import ForcedRows
 from reinforge.engines.native.prefill import SharedPrefix, admit, prefill
@@ -438,7 +438,7 @@ class NativeEngine:
         prompt goes into the cache, then one token after the other. `plain`: by the modules
         themselves, where there is a faster way. Nobody else may generate meanwhile.
         """
-        assert not self._busy() and 0 < start < len(tokens)
+        assert not self._busy and 0 < start < len(tokens)
         await self.wake()
         assert self.cache is not None
         answer = list(tokens[start:])
@@ -472,14 +472,15 @@ class NativeEngine:
                 for _ in answer[1:]:
                     _, logprobs = rows.step(self.model, self.cache, fused, states=self.states)
                     found.append(logprobs[:, 0])
+                return torch.cat(found).tolist()
         finally:
             sequence.held.give_back(self.pool)
-        return torch.cat(found).tolist()
 
     async def update(self, weights: Weights, version: int) -> None:
         if weights.kind != "shared" or weights.module is not self.model.module:
             raise ValueError(
-                "the native engine serves the trainer's own module; it cannot load other weights"
+                "the native engine computes with the module that it was made with; it cannot load"
+                " other weights"
             )
         with self._streamed():
             self._take_in()  # what is in flight was sampled by the old weights
@@ -501,7 +502,7 @@ class NativeEngine:
         """Training comes next: the cache is given back where it would be in the way. Its graphs go
         with it, for they hold its address.
         """
-        assert not self._busy(), "cannot sleep while there is work"
+        assert not self._busy, "cannot sleep while there is work"
         self._slept = self.version
         memory = device_memory(self.model.device)
         if memory is not None and not stays(self._held(), memory.whole, self._beside):
@@ -527,6 +528,7 @@ class NativeEngine:
         found = [*self._running, *(s for fork in self._entering for s in fork.sequences)]
         return sorted((s for s in found if not s.future.done()), key=lambda s: s.order)
 
+    @property
     def _busy(self) -> bool:
         """Whether somebody waits for anything."""
         return any(not s.future.done() for s in self._sequences())
@@ -609,7 +611,7 @@ class NativeEngine:
         try:
             await asyncio.sleep(0)
             await self.wake()
-            while self._busy():
+            while self._busy:
                 start = time.monotonic()
                 with decoding(), self._computing(), self._watched():
                     self._round()
@@ -682,6 +684,10 @@ class NativeEngine:
         return sum(s.held.missing(self.pool, s.reach(tokens)) for s in sequences)
 
     def _prefill(self) -> None:
+        with nullcontext() if self.stream is None else undisturbed():
+            self._prefill_undisturbed()
+
+    def _prefill_undisturbed(self) -> None:
         assert self.cache is not None
         complete, hidden, tokens = prefill(
             self.model,
