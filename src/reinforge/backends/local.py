@@ -359,7 +359,7 @@ class LocalBackend:
         self.steps = state.meta["steps"]
         if self.cfg.tokens_per_microbatch in ("auto", state.meta.get("budget_asked")):
             # what was free then, or what was left of it when memory ran out
-            self.budget = state.meta["budget"]
+            self.budget = state.meta.get("budget", self.budget)
 
 
 def refuse_other_model(saved: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:

@@ -417,11 +417,12 @@ def copy_bytes(f: ModelFacts) -> int:
     return f.learning() * f.itemsize
 
 
-def passing_bytes(f: ModelFacts, tokens: int) -> int:
+def passing_bytes(f: ModelFacts, tokens: int, models: int = 1) -> int:
     """What only a training pass over micro-batches of `tokens` has, at its peak: the gradients, and
-    what the backward reads.
+    what the backward reads. With a critic of its own, which trains after the policy, there are two
+    `models`.
     """
-    return gradient_bytes(f) + max(total(parts) for parts in stages(f, tokens).values())
+    return models * gradient_bytes(f) + max(total(parts) for parts in stages(f, tokens).values())
 
 
 def frozen(f: ModelFacts, tokens: int, device: str = "cuda", ranks: int = 1) -> dict[str, int]:

@@ -55,6 +55,10 @@ class LocalTeacher:
         model.module.requires_grad_(False)
         return model
 
+    def load(self) -> None:
+        """Now, and not when it is asked."""
+        _ = self.model
+
     @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
         return self.model.logprobs(batch, temperature=temperature)[0]

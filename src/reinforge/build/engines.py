@@ -87,7 +87,8 @@ def device_share(inputs: ModelInputs, model: CausalModel, ranks: int = 1) -> Dev
     models = 1 if cfg.critic is None or cfg.critic.shared else 2
     to_come = models * moment_bytes(facts) // ranks
     if cfg.rollout.overlap:
-        to_come += models * passing_bytes(facts, max(inputs.budget or 0, inputs.longest))
+        packed = min(inputs.budget or 0, at_once(cfg) * inputs.longest)  # no step has more
+        to_come += passing_bytes(facts, max(packed, inputs.longest), models)
     return DeviceShare(to_come, engines)
 
 

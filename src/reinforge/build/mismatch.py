@@ -154,7 +154,9 @@ def _weights_of(backend: LocalBackend) -> dict[str, Tensor]:
 
 def _on_kept(config: Config, run_dir: Path) -> Config:
     """Trains on what the run kept. No server is started for that."""
-    rollout = config.rollout.model_copy(update={"kept": str(run_dir), "engine": NATIVE})
+    rollout = config.rollout.model_copy(
+        update={"kept": str(run_dir), "engine": NATIVE, "overlap": False}
+    )
     return config.model_copy(update={"rollout": rollout})
 
 

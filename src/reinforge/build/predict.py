@@ -128,7 +128,8 @@ def predict(
         if cache.stays:
             parts["train"] |= {"kv": cache.bytes, "fp8": parts["generate"]["fp8"]}
         if cfg.rollout.overlap:
-            parts["train"]["prefill"] = parts["generate"]["prefill"]
+            generating = parts["generate"]
+            parts["train"] |= {"prefill": generating["prefill"], "decoding": generating["head"]}
     elif rl:
         _add_server(cfg, machine, parts)
     if machine.kind == "cuda":
@@ -310,7 +311,9 @@ def _cache(
     work = ("head", "prefill", "kv")
     held = sum(size for name, size in parts["generate"].items() if name not in work)
     overlap = cfg.rollout.overlap
-    held += memory_model.passing_bytes(facts, packed) if overlap else 0
+    if overlap:
+        models = 1 if cfg.critic is None or cfg.critic.shared else 2
+        held += memory_model.passing_bytes(facts, packed, models)
     pool = memory_model.kv_pool(
         facts,
         None if machine.kind == "cpu" else usable - held,

@@ -78,7 +78,10 @@ def _make_teacher(
     config = teacher_model(one, section, device)
     if not inputs.algorithm.loss.by_rank:
         _check_same_tokens(inputs.tokenizer, config, f"{key}.path")
-    return LocalTeacher(partial(load_model, config))
+    teacher = LocalTeacher(partial(load_model, config))
+    if inputs.cfg.rollout.overlap:
+        teacher.load()  # which sets torch's precision for all threads, while one generates
+    return teacher
 
 
 def _probe_texts(inputs: RunInputs) -> list[str]:

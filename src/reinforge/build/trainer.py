@@ -157,8 +157,8 @@ def build_rl(
     if eval_prompts is not None:
         evaluate = make_heldout(inputs, eval_prompts, engine, view.message, played.extend)
     evaluate = with_benchmarks(evaluate, benchmarks, engine)
-    # an evaluation with other weights waits for rollouts that are under way
-    settle = None if buffer.due == "training" else buffer.settle
+    # an evaluation with other weights waits for rollouts that an engine is busy with
+    settle = buffer.settle if buffer.due == "whenever" else None
     run = Run(
         cfg,
         cursor=cursor,

@@ -17,13 +17,15 @@ class _OfThread(threading.local):
 
 class Turns:
     """Any number of threads work at the same time, or one is alone. Who wants to be alone goes
-    before everybody who begins to work after that. It is about threads: kernels that were launched
-    before may still run.
+    before everybody who begins to work after that; who waited meanwhile goes next, so that nobody
+    waits for ever. It is about threads: kernels that were launched before may still run.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._working = 0
+        self._waiting = 0  # who wants to work
+        self._next = 0  # of these, who goes before the next one that is alone
         self._asking = 0  # who is alone, or waits for it
         self._alone = False
         self._own = _OfThread()
@@ -34,17 +36,23 @@ class Turns:
         if self._own.inside:
             yield
             return
-        with self._changed:
-            self._changed.wait_for(lambda: not self._asking)
-            self._working += 1
-        self._own.inside = True
+        self._begin()
         try:
             yield
         finally:
-            self._own.inside = False
-            with self._changed:
-                self._working -= 1
-                self._changed.notify_all()
+            self._end()
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Inside a piece of work: it waits for something elsewhere, and others may be alone."""
+        if not self._own.inside:
+            yield
+            return
+        self._end()
+        try:
+            yield
+        finally:
+            self._begin()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -53,7 +61,7 @@ class Turns:
         with self._changed:
             self._asking += 1
             try:
-                self._changed.wait_for(lambda: not self._working and not self._alone)
+                self._changed.wait_for(self._nobody)
             except BaseException:
                 self._asking -= 1
                 self._changed.notify_all()
@@ -65,7 +73,32 @@ class Turns:
             with self._changed:
                 self._alone = False
                 self._asking -= 1
+                self._next = self._waiting
                 self._changed.notify_all()
+
+    def _nobody(self) -> bool:
+        return not (self._working or self._alone or self._next)
+
+    def _may_work(self) -> bool:
+        return not self._alone and (self._next > 0 or not self._asking)
+
+    def _begin(self) -> None:
+        with self._changed:
+            self._waiting += 1
+            try:
+                self._changed.wait_for(self._may_work)
+                self._working += 1
+            finally:
+                self._waiting -= 1
+                self._next = max(self._next - 1, 0)
+                self._changed.notify_all()
+        self._own.inside = True
+
+    def _end(self) -> None:
+        self._own.inside = False
+        with self._changed:
+            self._working -= 1
+            self._changed.notify_all()
 
 
 TURNS = Turns()  # of this process

@@ -25,6 +25,7 @@ from reinforge.core.aio import run_apart, together
 from reinforge.core.batch import Batch
 from reinforge.core.errors import InputError, RequestError
 from reinforge.core.token_text import token_text
+from reinforge.core.turns import TURNS
 from reinforge.engines.openai import OpenAIClient, OpenAIServer, ServerRefuses, ServerSilent
 
 T = TypeVar("T")
@@ -123,7 +124,8 @@ class ServedTeacher:
             for s, places in zip(batch.samples, trained, strict=True)
             if places
         ]
-        found = run_apart(self._asked(lambda client: self._score(client, texts, k)))
+        with TURNS.resting():
+            found = run_apart(self._asked(lambda client: self._score(client, texts, k)))
         return [
             scored[place - 1]
             for scored, places in zip(found, filter(None, trained), strict=True)

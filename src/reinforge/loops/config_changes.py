@@ -15,6 +15,8 @@ from reinforge.core.errors import InputError
 from reinforge.core.redact import redact_settings
 from reinforge.watch.runs import flatten, read_json
 
+# With it a GPU has less room: sizes that followed what was free are found anew where it changes.
+OVERLAP = "rollout.overlap"
 # Keys, and sections that end in a dot, that say how long, where and how watched a run is, and not
 # what it learns.
 MAY_CHANGE = (
@@ -33,7 +35,7 @@ MAY_CHANGE = (
     "rollout.kv_gib",
     "rollout.max_batch",
     "rollout.all_ranks",
-    "rollout.overlap",
+    OVERLAP,
     "rollout.speculation.",
     "rollout.precision",
     "rollout.cache_precision",

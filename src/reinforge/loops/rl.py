@@ -30,6 +30,7 @@ from reinforge.core.report import StepReport
 from reinforge.core.sample import Group, Sample
 from reinforge.core.signal import signal_share, why_masked, with_signal
 from reinforge.core.threads import in_thread
+from reinforge.loops.config_changes import OVERLAP
 from reinforge.loops.critic import Critic
 from reinforge.loops.expert_load import ExpertLoad
 from reinforge.loops.open_step import PreparedStep, RunStep
@@ -201,9 +202,11 @@ class RLTrainer:
             except Terminated as ended:
                 # the weights have moved: the step ends as it would have ended, or has not been
                 try:
-                    async with asyncio.timeout(PATIENCE):
+                    async with asyncio.timeout(PATIENCE) as patience:
                         await self.buffer.until_generated()
                 except TimeoutError:
+                    if not patience.expired():  # it is a rollout's own
+                        raise
                     self.run.leave_step(PATIENCE)
                     raise ended from None
         self._record_engine()
@@ -217,7 +220,7 @@ class RLTrainer:
             for name, value in self.run.counters.items()
             if name.startswith(OF_ENGINE)
         }
-        if saved:
+        if saved and OVERLAP not in self.run.changes:
             self.engine.load(saved)
         self._record_engine()
 

@@ -124,6 +124,7 @@ class Run:
         self.first_step = 0  # where this start began
         # seconds of the starts before this one, up to the checkpoint that it continues
         self.seconds_before: float | None = 0.0
+        self.changes: Changes = {}  # of the configuration, in this start
         self.last: Metrics = {}  # newest metrics, for the result
         self.report: Path | None = None  # where it is, once the run has ended
         self.phases = PhaseTimer(peak=device_peak)
@@ -170,6 +171,7 @@ class Run:
         restored = self.checkpointer.restore()
         if restored is not None:
             self._continue(restored.extra)
+            self.changes = restored.changes or {}
         self._open_logs(None if restored is None else restored.extra["clock"]["offsets"])
         self.view.start(max(self.total, self.step), self.dir.name, self.step)
         if restored is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 from reinforge.config.profile import ProfileConfig
 from reinforge.core.errors import InputError
@@ -46,7 +46,8 @@ class TorchTrace:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self.profiler = profile(activities=activities, acc_events=True)
+        every = _ExperimentalConfig(profile_all_threads=True)  # training may have one of its own
+        self.profiler = profile(activities=activities, acc_events=True, experimental_config=every)
 
     def start(self) -> None:
         self.profiler.start()

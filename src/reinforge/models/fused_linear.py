@@ -182,17 +182,14 @@ def join(module: nn.Module) -> int:
     return count
 
 
-def share_joined(copy: nn.Module, module: nn.Module) -> int:
+def share_joined(copy: nn.Module, module: nn.Module) -> None:
     """Lets the families of a second module of the same kind use the joint tensors of the first,
-    where their layers have the very same weights; returns how many.
+    where their layers have the very same weights.
     """
-    count = 0
     for own, other in zip(_families(copy), _families(module), strict=True):
         pairs = zip(own.layers, other.layers, strict=True)
         if other.weight is not None and all(a.weight is b.weight for a, b in pairs):
             own.weight, own.bias = other.weight, other.bias
-            count += 1
-    return count
 
 
 def _families(module: nn.Module) -> Iterator[FusedLinear]:

@@ -141,6 +141,7 @@ def toy_config(config: Config, model: Path, folder: Path) -> Config:
         "precision": "model",
         "cache_precision": "model",
         "staleness": 0,
+        "overlap": False,
         "partial": False,
         "kept": None,
     }

@@ -14,6 +14,8 @@ import torch
 
 from helpers.tiny_runs import EVAL, launch, lines
 from helpers.toys import make_model, run, tokens_of
+from reinforge.backends.memory_model import gradient_bytes, passing_bytes
+from reinforge.backends.microbatch import facts_of
 from reinforge.build.engines import device_share
 from reinforge.build.inputs import ModelInputs
 from reinforge.checkpoint import store
@@ -254,6 +256,34 @@ def test_moments_are_left_to_every_optimizer(make: Callable[..., Config]) -> Non
     assert share_of(make("run", "grpo", "train.optimizer.offload=true"), model) == DeviceShare()
     assert share_of(make(), model, trains=False) == DeviceShare()
     assert share_of(make("run", "nash_md"), model) == DeviceShare(8 * weights, engines=2)
+
+
+def test_where_a_step_trains_meanwhile_a_pass_of_it_has_room(make: Callable[..., Config]) -> None:
+    """Of one model after the other; no micro-batch has more tokens than the longest sequence and
+    the step ask for.
+    """
+    model = make_model()
+    settings = ("rollout.staleness=1", "train.prompts_per_step=1", "algorithm.group_size=2")
+
+    def passing(budget: int, *algorithm: str, **sections: Any) -> int:
+        name = algorithm[0] if algorithm else "grpo"
+        shares = [
+            share_of(
+                make("run", name, *settings, f"rollout.overlap={overlap}", **sections),
+                model,
+                budget=budget,
+            )
+            for overlap in ("true", "false")
+        ]
+        return shares[0].to_come - shares[1].to_come
+
+    facts = facts_of(model)
+    assert passing(100) == passing_bytes(facts, 100)
+    assert passing(10) == passing_bytes(facts, 64)  # the longest sequence
+    assert passing(10**6) == passing_bytes(facts, 128)  # all of a step
+    both = passing(100, "ppo", critic={})
+    assert both == passing(100) + gradient_bytes(facts)
+    assert passing(100, "ppo", critic={"shared": True}) == passing(100)
 
 
 def test_an_evaluation_gives_the_cache_back_to_supervised_training(

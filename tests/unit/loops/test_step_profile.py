@@ -50,6 +50,27 @@ def test_two_steps_of_four_are_in_the_trace(make: Callable[..., Config]) -> None
     assert "aten::mm" in table and "Self CPU" in table
 
 
+def test_a_thread_that_trains_is_in_the_trace(make: Callable[..., Config]) -> None:
+    """With its phases, and the operations of its backward passes."""
+    found = {}
+    for overlap in ("true", "false"):
+        cfg = make(
+            f"seen-{overlap}",
+            "grpo",
+            "train.steps=4",
+            "rollout.staleness=1",
+            f"rollout.overlap={overlap}",
+            "train.profile={steps: 2, after: 1}",
+        )
+        launch(cfg)
+        trace = Path(cfg.run.dir) / "profile" / "steps-2-3.trace.json.gz"
+        with gzip.open(trace, "rt") as file:
+            events = json.load(file)["traceEvents"]
+        backward = [e for e in events if str(e.get("name")).endswith("MmBackward0")]
+        found[overlap] = len(backward), phases(trace)["prepare"]
+    assert found["true"] == found["false"] and found["true"][0] > 0
+
+
 def test_a_run_that_ends_before_leaves_what_there_is(make: Callable[..., Config]) -> None:
     cfg = make("short", "sft", "train.steps=2", "train.profile={steps: 9, after: 1}")
     launch(cfg)

@@ -155,8 +155,9 @@ def _plain(model: Path, text: str) -> list[int]:
         {"algorithm": {"name": "ppo"}, "critic": {}},
         {"algorithm": {"name": "grpo", "kl": {"coefficient": 0.1}}, "adapter": {"rank": 4}},
         {"algorithm": {"name": "grpo", "minibatches": 2}, "train": {"steps": 3, "backend": "fsdp"}},
+        {"rollout": {"max_new_tokens": 32, "staleness": 1, "overlap": True}},
     ],
-    ids=["ppo", "adapter", "ranks"],
+    ids=["ppo", "adapter", "ranks", "beside training"],
 )
 def test_a_dry_step_of_other_runs(model: Path, folder: Path, sections: dict[str, Any]) -> None:
     from reinforge.data.sources import train_and_eval_rows

@@ -22,6 +22,7 @@ from helpers.toy_architectures import make_architecture
 from helpers.toys import SilentView
 from reinforge.backends.deterministic import Determinism
 from reinforge.backends.local import LocalBackend
+from reinforge.backends.teachers import LocalTeacher
 from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.checkpoint import store
@@ -37,6 +38,7 @@ from reinforge.models.fused_linear import fused_part, join
 from reinforge.models.load import load_model
 from reinforge.models.router_bias import biases_of
 from reinforge.offline.evaluate import evaluate_saved
+from reinforge.rollout.buffer import RolloutBuffer
 
 STALE = ("train.steps=5", "rollout.staleness=1")
 OF_THE_CLOCK = ("time", "share", "memory", "tokens_per_second", "efficiency")
@@ -54,7 +56,8 @@ def both(make: Callable[..., Config], *overrides: str, **sections: Any) -> tuple
     found = []
     for overlap in ("true", "false"):
         settings = (*STALE, *overrides, f"rollout.overlap={overlap}")
-        cfg = make(f"overlap-{overlap}", "grpo", *settings, **sections)
+        algorithm = "ppo" if "critic" in sections else "grpo"
+        cfg = make(f"overlap-{overlap}", algorithm, *settings, **sections)
         launch(cfg, eval_data=EVAL)
         found.append(cfg)
     return found[0], found[1]
@@ -82,8 +85,16 @@ def slow(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
         (("sampling.prefer=teachable", "train.steps=8"), {}, (NativeEngine, "_round")),
         (("train.learning_rate=0.01",), LORA, None),
         (("model.exact=true", "train.steps=3", "rollout.max_new_tokens=4"), {}, None),
+        ((), {"critic": {}}, None),
     ],
-    ids=["all weights", "two steps ahead, with an average", "teachable", "an adapter", "exact"],
+    ids=[
+        "all weights",
+        "two steps ahead, with an average",
+        "teachable",
+        "an adapter",
+        "exact",
+        "a critic",
+    ],
 )
 def test_the_run_is_the_one_without_it(
     make: Callable[..., Config],
@@ -99,6 +110,45 @@ def test_the_run_is_the_one_without_it(
     assert digest(beside) == digest(before)
     assert logged(beside) == logged(before)
     assert any(line.get("train/grad_norm", 0) > 0 for line in lines(beside))
+
+
+def test_a_teacher_of_another_precision(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading it sets torch's precision for all threads: so it is loaded before one generates."""
+    threads = []
+    load = LocalTeacher.load
+
+    def told(self: LocalTeacher) -> None:
+        threads.append(threading.current_thread())
+        load(self)
+
+    monkeypatch.setattr(LocalTeacher, "load", told)
+    runs = []
+    for overlap in ("true", "false"):
+        teacher = {"path": make().model.path, "dtype": "bfloat16"}
+        settings = ("train.steps=3", "rollout.staleness=1", f"rollout.overlap={overlap}")
+        cfg = make(f"overlap-{overlap}", "opd", *settings, teacher=teacher, rewards=[])
+        train_config(cfg, CallerObjects(data=DATA), SilentView())
+        runs.append(cfg)
+    assert threads == [threading.main_thread()]
+    assert digest(runs[0]) == digest(runs[1])
+
+
+def test_an_evaluation_does_not_wait_for_rewards(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every token is there, so other weights disturb nobody."""
+    waited: list[int] = []
+    settle = RolloutBuffer.settle
+
+    async def told(self: RolloutBuffer) -> None:
+        waited.append(len(self.in_flight))
+        await settle(self)
+
+    monkeypatch.setattr(RolloutBuffer, "settle", told)
+    both(make, "train.ema=0.5", "eval.every=1")
+    assert waited == [0, 0]  # at the end, of each
 
 
 def test_tokens_come_while_a_step_trains(
@@ -169,6 +219,40 @@ def test_a_resumed_run_is_the_same_run(
     resumed = make("cut", "grpo", *settings, f"rollout.overlap={after}", **LORA)
     launch(resumed)
     assert digest(resumed) == digest(whole) and logged(resumed) == logged(whole)
+
+
+def test_sizes_are_found_anew_where_it_changes(
+    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU those of a run without it leave no room for both at once."""
+    settings = ("rollout.staleness=1", "run.checkpoint.every=2")
+
+    def sizes(cfg: Config) -> tuple[int, int]:
+        newest = store.latest(Path(cfg.run.dir))
+        assert newest is not None
+        state, extra = store.load(newest)
+        return state.meta["budget"], extra["counters"]["engine/blocks"]
+
+    found = []
+    for steps, overlap, budget, gib in (
+        (2, "false", 4000, 0.02),
+        (4, "false", 3000, 0.01),
+        (6, "true", 3000, 0.01),
+    ):
+        monkeypatch.setattr(LocalBackend, "_budget", lambda *given, budget=budget: budget)
+        rollout = {"max_new_tokens": 8, "kv_gib": gib}
+        cfg = make(
+            "run",
+            "grpo",
+            f"train.steps={steps}",
+            *settings,
+            f"rollout.overlap={overlap}",
+            rollout=rollout,
+        )
+        launch(cfg)
+        found.append(sizes(cfg))
+    assert found[1] == found[0]
+    assert found[2][0] == 3000 and 0 < found[2][1] <= found[0][1] / 2
 
 
 @pytest.mark.parametrize("they_come", [True, False], ids=["they come", "they do not come"])
@@ -384,6 +468,57 @@ def test_others_go_on_when_something_went_wrong() -> None:
     with turns.working():
         pass
     with turns.alone():
+        pass
+
+
+def test_who_waits_to_work_goes_before_the_next_one_that_is_alone() -> None:
+    """However soon that asks again."""
+    turns = Turns()
+    over = threading.Event()
+    pieces = 0
+
+    def works() -> None:
+        nonlocal pieces
+        while not over.is_set():
+            with turns.working():
+                time.sleep(0.001)
+            pieces += 1
+
+    worker = threading.Thread(target=works)
+    worker.start()
+    for _ in range(50):
+        with turns.alone():
+            time.sleep(0.002)
+    seen = pieces
+    over.set()
+    worker.join(10)
+    assert 40 <= seen <= 60
+
+
+def test_others_may_be_alone_while_work_waits_elsewhere() -> None:
+    turns = Turns()
+    told: list[str] = []
+    asked, rested = threading.Event(), threading.Event()
+
+    def works() -> None:
+        with turns.resting():  # not inside a piece of work: nothing to give up
+            pass
+        with turns.working():
+            with turns.resting():
+                asked.set()
+                rested.wait(10)
+            told.append("works")
+
+    worker = threading.Thread(target=works)
+    worker.start()
+    assert asked.wait(10)
+    with turns.alone():
+        rested.set()
+        time.sleep(0.02)
+        told.append("alone")
+    worker.join(10)
+    assert told == ["alone", "works"]
+    with turns.alone():  # it has ended
         pass
 
 

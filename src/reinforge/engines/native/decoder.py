@@ -9,7 +9,7 @@ step, one look.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -129,7 +129,7 @@ class _WindowTokens:
         device = rows.newest.device
         return cls(
             torch.zeros(shape, dtype=torch.int64, device=device),
-            torch.zeros(shape, device=device),
+            torch.zeros(shape, dtype=torch.float32, device=device),
             rows.produced.clone(),
         )
 
@@ -215,8 +215,9 @@ class Decoder:
             drawn = self._replay(rows, cache, steps, states)
         else:
             drawn = _WindowTokens.of(rows, steps)
-            for _ in range(steps):
-                drawn.record(rows, self.model, cache, states=states)
+            with undisturbed() if rows.produced.is_cuda else nullcontext():
+                for _ in range(steps):
+                    drawn.record(rows, self.model, cache, states=states)
         most = steps * (rows.drafts + 1)
         return LaunchedWindow.of(
             drawn.tokens[:, :most],
