@@ -16,6 +16,7 @@ GPU_BLOCK = 64
 LEAST = 8  # blocks
 UNSEEN = 4096  # blocks of each sequence where they take nothing and nobody says how long one is
 PREFILL_TOKENS = 16384  # packed prompt tokens per forward
+TOO_LARGE = "Lower it, or leave it out: the cache then takes what training does not need."
 HOST = int(0.8 * 2**30)  # bytes on a CPU, whose memory is not what training runs short of
 # of what a GPU has left; the rest is for CUDA graphs, for models that score answers meanwhile, and
 # for holes between tensors
@@ -130,6 +131,13 @@ def pool_size(
         block=block,
     )
     return blocks, slots
+
+
+def too_large(kv_gib: float | None, memory: int) -> str | None:
+    """What is wrong with a cache of so many GiB where there are so many bytes."""
+    if kv_gib is None or kv_gib * 2**30 <= memory:
+        return None
+    return f"{kv_gib:g} GiB are asked for, and there are {memory / 2**30:.1f} in all."
 
 
 def stays(pool: int, whole: int, beside: int | None) -> bool:

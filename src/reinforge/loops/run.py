@@ -652,10 +652,10 @@ class Run:
     def leave_step(self, seconds: float) -> None:
         """The run ends, and the state is not that of a boundary: it is not saved."""
         self.checkpointer.leave(self.step)
-        self.view.message(
-            f"rollouts under way are not complete after {seconds:g} s: the last checkpoint"
-            " stays the newest"
+        left = (
+            "the last checkpoint stays the newest" if store.steps(self.dir) else "nothing is saved"
         )
+        self.view.message(f"rollouts under way are not complete after {seconds:g} s: {left}")
 
     def _tell(self, text: str) -> None:
         self.view.message(text)
@@ -680,6 +680,8 @@ class Run:
             if isinstance(error, Terminated) and self.checkpointer.unsaved(self.step):
                 self._save()
             self._end_saving(error)
+            if isinstance(error, Terminated) and not store.steps(self.dir):
+                self.signals.nothing_saved(error, self.step, self.total)
             self._tell_end(error)
             self.recorder.event(
                 ending_of(error),

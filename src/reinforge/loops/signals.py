@@ -124,3 +124,11 @@ class Signals:
         )
         error.exit_code = 128 + self.received
         return error
+
+    def nothing_saved(self, error: Terminated, step: int, total: int) -> None:
+        """The run that ends with `error` has no checkpoint."""
+        assert self.received is not None
+        error.args = (
+            f"stopped by {self.received.name} at step {step} of {total}; there is no checkpoint,"
+            " so the same command begins again.",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,13 @@ class DeviceMemory:
     free: int  # nobody's, or held by torch's allocator and unused
     untaken: int  # nobody's: torch's allocator never needed them
     whole: int
+
+
+def whole_memory(device: torch.device) -> int:
+    """Bytes of the GPU, or of the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:

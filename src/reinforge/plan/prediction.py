@@ -18,6 +18,7 @@ from reinforge.build.predict import (
 )
 from reinforge.build.teachers import teacher_model
 from reinforge.config.schema import Config
+from reinforge.core.kv_pool import TOO_LARGE, too_large
 from reinforge.core.model_facts import ModelFacts
 from reinforge.models.load import load_config
 from reinforge.models.meta_model import count_on_meta
@@ -122,7 +123,9 @@ def predict_plan(cfg: Config, report: PlanReport, options: PlanOptions) -> Expec
     note = report.refuse if options.gpu else report.warn
     if options.deep:  # which proves it, and says what would help
         return found
-    if most > found.usable_gib:
+    if (problem := too_large(cfg.rollout.kv_gib, machine.memory)) is not None:
+        note("rollout.kv_gib", problem, TOO_LARGE)
+    elif most > found.usable_gib:
         note(
             "memory",
             f"{phase} is expected to take {most:.1f} GiB, and {machine.name} has"

@@ -48,8 +48,11 @@ SUMMARY_KEYS = (
     "rollout.engine",
     "rollout.max_new_tokens",
     "rollout.temperature",
+    "rollout.staleness",
+    "rollout.overlap",
     "run.seed",
 )
+IF_SET = ("rollout.staleness", "rollout.overlap")  # of those: told where they are not 0 or off
 # of those: where the policy samples what it is trained on
 SAMPLED = ("response/", "reward/")  # metrics of such a run
 SAMPLING_KEYS = (
@@ -187,7 +190,7 @@ def describe_run(
         "troubles": [str(trouble) for trouble in found if trouble.is_cause],
         "notes": [str(trouble) for trouble in found if trouble.action == "note"],
         "config": {
-            **{k: config[k] for k in _told(progress.last) if config.get(k) is not None},
+            **{k: config[k] for k in _told(progress.last) if _says(k, config.get(k))},
             **_rewards(config),
         },
         **({"uncontained": bare} if bare else {}),
@@ -200,6 +203,10 @@ def describe_run(
         "events": list(events[-20:]),
         "versions": read_json(path / "versions.json"),
     }
+
+
+def _says(key: str, value: Any) -> bool:
+    return bool(value) if key in IF_SET else value is not None
 
 
 def _rewards(config: Mapping[str, Any]) -> dict[str, str]:

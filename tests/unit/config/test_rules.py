@@ -27,6 +27,7 @@ SERVED = "teacher={server: {url: http://127.0.0.1:8000/v1}}"
 VLLM = "rollout.engine=vllm"
 FORM = "rollout.structured={regex: a}"
 AGENT = "agent={name: 'module:play'}"
+OVERLAP = ("rollout.staleness=1", "rollout.overlap=true")
 PARTIAL = ("rollout.staleness=1", "rollout.partial=true", "sampling.over_provision=2.0")
 NO_REWARDS = "rewards=[]"
 # with actors of their own
@@ -96,6 +97,7 @@ FEATURES: dict[str, dict[str, Overrides]] = {
             "train.precompute_reference=true",
         ),
         "Every rank generates": ("rollout.all_ranks=true",),
+        "Generating while a step trains, with a copy of the weights": OVERLAP,
         "Checkpoints in parts, one a rank": ("run.checkpoint.sharded=true",),
     },
     "Engines": {
@@ -112,6 +114,7 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "A server that sleeps": ("engine.sleep=cache",),
         "The key of a server that runs already": ("engine.key_env=THE_KEY",),
         "Every rank generates": ("train.backend=fsdp", "rollout.all_ranks=true"),
+        "Generating while a step trains, with a copy of the weights": OVERLAP,
         "Lossless speculative decoding": ("rollout.speculation.when=tail",),
         "Products in FP8": ("rollout.precision=fp8",),
         "A KV cache in FP8": ("rollout.cache_precision=fp8",),
@@ -125,6 +128,7 @@ FEATURES: dict[str, dict[str, Overrides]] = {
         "Preferences over sampled answers": ("algorithm.name=online_dpo",),
         "Dynamic sampling": ("algorithm.dynamic_sampling=true",),
         "Every rank generates": ("train.backend=fsdp", "rollout.all_ranks=true"),
+        "Generating while a step trains, in its process": ("rollout.overlap=true",),
     },
     "Algorithms": {
         "Rewards": ("rewards=[{name: exact_number}]",),
@@ -207,11 +211,16 @@ BROKEN: dict[str, list[Overrides]] = {
         ("rollout.precision=fp8", "model.exact=true"),
         ("rollout.precision=fp8", "adapter={kind: qlora}"),
         ("rollout.precision=fp8", "algorithm.name=xpo"),
+        (*OVERLAP, "algorithm.name=xpo"),
+        (*OVERLAP, "adapter={kind: qlora}"),
         ("rollout.cache_precision=fp8", "model.exact=true"),
     ],
     "Asynchrony": [
         ("rollout.partial=true", "sampling.over_provision=2.0"),
         ("rollout.partial=true", "rollout.staleness=1"),
+        (*OVERLAP, "algorithm.dynamic_sampling=true"),
+        (*OVERLAP, "sampling.over_provision=2.0"),
+        (*OVERLAP, "rollout.kept=runs/other"),
     ],
     "Algorithms": [
         (NO_REWARDS,),
@@ -250,6 +259,7 @@ DOUBTFUL: list[Overrides] = [
     ("model.exact=true", "algorithm.old=recompute"),
     ("rollout.speculation.when=tail", "rollout.structured.regex=a+"),
     (VLLM, "engine.sleep=cache", "rollout.staleness=1"),
+    ("rollout.staleness=10",),
     ("algorithm.name=rloo", "rollout.staleness=2"),
     ("algorithm.old=recompute", "rollout.staleness=2"),
     ("algorithm.dynamic_sampling=true", "rollout.staleness=1"),

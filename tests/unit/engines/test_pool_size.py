@@ -23,7 +23,7 @@ from reinforge.config.rules.facts import at_once
 from reinforge.config.schema import Config
 from reinforge.core.engine import Sampling
 from reinforge.core.errors import InputError
-from reinforge.core.kv_pool import DeviceShare, gpu_room, pool_blocks, stays
+from reinforge.core.kv_pool import DeviceShare, gpu_room, pool_blocks, stays, too_large
 from reinforge.core.model_facts import ModelFacts
 from reinforge.core.weights import Weights
 from reinforge.engines.native import NativeEngine
@@ -224,6 +224,14 @@ def test_where_one_sequence_has_no_room_the_error_says_so(monkeypatch: pytest.Mo
         InputError, match=r"rollout\.kv_gib.*no .* GiB left .* one sequence of 51 tokens"
     ):
         run(rollout(exact_engine()))
+
+
+def test_a_cache_that_no_machine_has_is_refused(make: Callable[..., Config]) -> None:
+    """By a run before anything is loaded into it, and by `plan`."""
+    settings = ("grpo", "rollout={max_new_tokens: 8, kv_gib: 1000000}")
+    with pytest.raises(InputError, match=r"rollout\.kv_gib: 1e\+06 GiB are asked for, and there"):
+        launch(make("run", *settings))
+    assert too_large(2.0, 2 * 2**30) is None is too_large(None, 0)
 
 
 def test_a_run_records_the_smaller_cache(

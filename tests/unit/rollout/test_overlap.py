@@ -255,13 +255,21 @@ def test_sizes_are_found_anew_where_it_changes(
     assert found[2][0] == 3000 and 0 < found[2][1] <= found[0][1] / 2
 
 
-@pytest.mark.parametrize("they_come", [True, False], ids=["they come", "they do not come"])
+@pytest.mark.parametrize(
+    ("they_come", "every", "saved"),
+    [(True, 2, 4), (False, 2, 2), (False, 0, None)],
+    ids=["they come", "they do not come", "nothing was saved before"],
+)
 def test_asked_to_end_while_tokens_come(
-    make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, they_come: bool
+    make: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    they_come: bool,
+    every: int,
+    saved: int | None,
 ) -> None:
     """The weights have moved: the step is saved when the tokens are there, or has not been."""
     settings = ("train.steps=6", "rollout.staleness=1", "rollout.overlap=true")
-    settings = (*settings, "run.checkpoint.every=2")
+    settings = (*settings, f"run.checkpoint.every={every}")
     whole = make("whole", "grpo", *settings)
     launch(whole)
     ended = make("ended", "grpo", *settings)
@@ -287,10 +295,11 @@ def test_asked_to_end_while_tokens_come(
         patch.setattr(NativeEngine, "_round", holds)
         patch.setattr(LocalBackend, "step", tells)
         patch.setattr(rl, "PATIENCE", 30.0 if they_come else 0.2)
-        with pytest.raises(Terminated, match="at step"):
+        goes_on = "continues" if saved else "begins again"
+        with pytest.raises(Terminated, match=f"at step [34] of 6;.* the same command {goes_on}"):
             launch(ended)
     newest = store.latest(Path(ended.run.dir))
-    assert newest is not None and store.load(newest)[1]["step"] == (4 if they_come else 2)
+    assert (None if newest is None else store.load(newest)[1]["step"]) == saved
     launch(make("ended", "grpo", *settings))
     assert digest(ended) == digest(whole)
     assert [line for line in logged(ended) if "train/loss" in line] == [
@@ -572,7 +581,11 @@ def test_a_graph_is_captured_with_the_usual_operations() -> None:
             {},
             "with staleness vllm generates while a step trains anyway",
         ),
-        (("rollout.staleness=1", "train.backend=fsdp"), {}, "it is proved for one process"),
+        (
+            ("rollout.staleness=1", "train.backend=fsdp"),
+            {},
+            "the engine is in the one process that trains",
+        ),
         (("rollout.staleness=1", "cluster.kind=ray"), {}, "it is for a run without actors"),
         (
             ("rollout.staleness=1", "algorithm.dynamic_sampling=true"),

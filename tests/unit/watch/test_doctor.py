@@ -19,7 +19,7 @@ from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.cli.main import main
 from reinforge.config.schema import Config
-from reinforge.core.errors import StoppedByPolicy
+from reinforge.core.errors import InputError, StoppedByPolicy
 from reinforge.watch.doctor.doctor import Doctor
 from reinforge.watch.doctor.history import Window
 from reinforge.watch.doctor.table import SHARE
@@ -337,6 +337,24 @@ def test_the_page_says_what_it_is_how_one_sees_it_and_what_to_turn(
     assert told["first"]["knob"] == {"key": "rollout.max_new_tokens", "value": 16}
     assert [other["because"] for other in told["others"]] == ["truncation"]
     assert all(sample["uid"] for sample in told["first"]["samples"])
+
+
+def test_what_a_run_failed_with_comes_first(
+    make: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def breaks(completions: list[str]) -> list[float]:
+        raise ValueError("boom")
+
+    cfg = make("run", "grpo", "train.steps=2")
+    with pytest.raises(InputError, match="boom"):
+        launch(cfg, breaks)
+    capsys.readouterr()
+    assert main(["runs", "diagnose", cfg.run.dir]) == 0
+    page = capsys.readouterr().out
+    assert "boom" in next(line for line in page.splitlines() if line.startswith("It failed: "))
+    assert "Nothing speaks against this run before it did." in page
+    assert main(["runs", "diagnose", cfg.run.dir, "--json"]) == 0
+    assert "boom" in json.loads(capsys.readouterr().out)["why"]
 
 
 def test_a_run_that_is_fine_has_nothing_against_it(

@@ -64,6 +64,9 @@ def _unread_zero(config: Sections) -> bool:
 
 CAUSAL_ONLY = "the backend megatron trains causal LMs only"
 ONE_PROCESS = No("it is proved for one process", "set train.backend=local, or leave it out")
+BESIDE_TRAINING = No(
+    "the engine is in the one process that trains", "set train.backend=local, or leave it out"
+)
 FOUR_BITS = No(
     "it does not cut a base in 4 bits", "set train.backend to local or fsdp, or use lora"
 )
@@ -364,9 +367,9 @@ FEATURES = (
         lambda c: c.rollout.overlap,
         _cells(
             local=YES,
-            fsdp=ONE_PROCESS,
-            deepspeed=ONE_PROCESS,
-            megatron=ONE_PROCESS,
+            fsdp=BESIDE_TRAINING,
+            deepspeed=BESIDE_TRAINING,
+            megatron=BESIDE_TRAINING,
             ray=No(
                 "it is for a run without actors",
                 "leave it out; with cluster.layout=split engines have actors of their own",

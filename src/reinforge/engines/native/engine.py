@@ -45,11 +45,13 @@ from reinforge.core.kv_pool import (
     BLOCK,
     HOST,
     PREFILL_TOKENS,
+    TOO_LARGE,
     DeviceShare,
     block_tokens,
     gpu_room,
     pool_size,
     stays,
+    too_large,
 )
 from reinforge.core.model_facts import ModelFacts
 from reinforge.core.sample import Sample, Stop
@@ -66,7 +68,7 @@ from reinforge.engines.native.prefill import SharedPrefix, admit, prefill
 from reinforge.models.attention import KVCache
 from reinforge.models.causal import CausalModel
 from reinforge.models.decoding import decoding
-from reinforge.models.device_memory import DeviceMemory, device_memory
+from reinforge.models.device_memory import DeviceMemory, device_memory, whole_memory
 from reinforge.models.fp8 import E4M3, check_device
 from reinforge.models.fp8_layers import Fp8Layers
 from reinforge.models.fused_linear import join
@@ -197,6 +199,8 @@ class NativeEngine:
         while the engine generates, at most as many as `at_once` of the longest sequences fill.
         Training has that memory too: `sleep` gives the cache back, unless both fit.
         """
+        if (problem := too_large(kv_gib, whole_memory(self.model.device))) is not None:
+            raise InputError(problem, where="rollout.kv_gib", fix=TOO_LARGE)
         memory = device_memory(self.model.device)
         room = HOST
         if memory is not None:

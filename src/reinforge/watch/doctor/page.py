@@ -15,12 +15,12 @@ WIDTH = 10  # of the labels
 
 
 def diagnose(run_dir: Path) -> dict[str, Any]:
-    """Everything, as plain values: {"dir", "status", "step", "steps", "first", "others",
+    """Everything, as plain values: {"dir", "status", "why", "step", "steps", "first", "others",
     "learning"}.
     """
     run, found, learning = _examined(run_dir)
     return {
-        **{name: run[name] for name in ("dir", "status", "step", "steps")},
+        **{name: run[name] for name in ("dir", "status", "why", "step", "steps")},
         "first": found[0].record() if found else None,
         "others": [trouble.record() for trouble in found[1:]],
         "learning": {"answer": learning.answer, "reasons": list(learning.reasons)},
@@ -32,7 +32,9 @@ def diagnosis(run_dir: Path) -> str:
     run, found, learning = _examined(run_dir)
     algorithm = run["config"].get("algorithm.name", "?")
     where = f"{run['dir']}: {algorithm}, {run['status']}, step {run['step']} of {run['steps']}"
-    return "\n".join([where, "", *_findings(found), "", *_verdict(learning)])
+    why = run["why"] if run["status"] == "failed" else None
+    failed = [] if why is None else [f"It failed: {why}", ""]
+    return "\n".join([where, "", *failed, *_findings(found, why), "", *_verdict(learning)])
 
 
 def _examined(run_dir: Path) -> tuple[dict[str, Any], list[Trouble], LearningVerdict]:
@@ -43,9 +45,10 @@ def _examined(run_dir: Path) -> tuple[dict[str, Any], list[Trouble], LearningVer
     return run, with_samples(found, run_dir), is_learning(doctor.history, ended=ended)
 
 
-def _findings(found: Sequence[Trouble]) -> list[str]:
+def _findings(found: Sequence[Trouble], failed: str | None) -> list[str]:
     if not found:
-        return ["Nothing speaks against this run."]
+        before = "" if failed is None else " before it did"
+        return [f"Nothing speaks against this run{before}."]
     first = found[0]
     name = "Note" if first.action == "note" else "First cause"
     lines = [f"{name}: {first.kind}{_since(first)}", *_told(first)]
