@@ -43,11 +43,6 @@ class WeightCopy:
         share_joined(self.copy, self.module)
         self.refresh()
 
-    @property
-    def size(self) -> int:
-        """Bytes that are copied."""
-        return sum(own.nbytes for own, _ in self._pairs())
-
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Where the copy has something of its own, and what the trainer has there."""
         theirs = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
