@@ -81,21 +81,33 @@ def _in_table(name: str) -> Support:
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         from reinforge.models.load import load_config
 
-        return model_table.support(load_config(ModelConfig(path=name), "NAME").to_dict())
+        try:
+            return model_table.support(load_config(ModelConfig(path=name), "NAME").to_dict())
+        except InputError as error:
+            if (near := _near(name.partition("/")[2])) is None:
+                raise
+            fix = f"{error.fix} By its name it is of the kind that `reinforge models {near}` shows."
+            raise InputError(error.what, where=error.where, fix=fix) from error
     if (listed := _listed_by_transformers(name)) is not None:
         return model_table.support({"model_type": listed})
-    near = model_table.beginning(name)
-    if near is None and (alike := closest(model_table.plain(name), model_table.plain_names(), 0.7)):
-        near = model_table.named(alike)
+    near = _near(name)
     guess = f"Did you mean {near}? " if near else ""
     raise InputError(
         f"{name!r} is neither an architecture that something is known of nor a model here.",
         where="NAME",
         fix=(
             f"{guess}`reinforge models` lists what was tried; `reinforge models DIRECTORY` tells of"
-            " a model that lies here."
+            " a model that lies here, and OWNER/NAME of one on the hub."
         ),
     )
+
+
+def _near(name: str) -> str | None:
+    """The architecture that a name begins with, or is much like."""
+    near = model_table.beginning(name)
+    if near is None and (alike := closest(model_table.plain(name), model_table.plain_names(), 0.7)):
+        near = model_table.named(alike)
+    return near
 
 
 def _listed_by_transformers(name: str) -> str | None:

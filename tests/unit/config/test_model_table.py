@@ -113,6 +113,9 @@ def test_the_command_guesses_and_says_why(capsys: pytest.CaptureFixture[str]) ->
     assert "Did you mean mixtral?" in capsys.readouterr().err
     assert main(["models", "gpt-os-20b"]) == 2  # near what people call it
     assert "Did you mean gpt_oss?" in capsys.readouterr().err
+    assert main(["models", "Qwen/Qwen3-8B"]) == 2  # where there is no hub
+    told = capsys.readouterr().err
+    assert "no such directory" in told and "`reinforge models qwen3` shows" in told
     assert main(["models", "BloomForCausalLM"]) == 0
     assert KNOWN["bloom"] in capsys.readouterr().out
     assert main(["models"]) == 0
