@@ -276,9 +276,9 @@ def test_nothing_cached_survives_between_requests() -> None:
 
 def test_other_weights_are_refused() -> None:
     engine = make_engine()
-    with pytest.raises(ValueError, match="own module"):
+    with pytest.raises(ValueError, match="the module that it was made with"):
         run(engine.update(Weights("full"), 1))
-    with pytest.raises(ValueError, match="own module"):
+    with pytest.raises(ValueError, match="the module that it was made with"):
         run(engine.update(Weights("shared", module=make_module()), 1))
 
 

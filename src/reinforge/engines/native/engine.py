@@ -442,7 +442,7 @@ class NativeEngine:
         prompt goes into the cache, then one token after the other. `plain`: by the modules
         themselves, where there is a faster way. Nobody else may generate meanwhile.
         """
-        assert not self._busy and 0 < start < len(tokens)
+        assert not self._busy() and 0 < start < len(tokens)
         await self.wake()
         assert self.cache is not None
         answer = list(tokens[start:])
@@ -506,7 +506,7 @@ class NativeEngine:
         """Training comes next: the cache is given back where it would be in the way. Its graphs go
         with it, for they hold its address.
         """
-        assert not self._busy, "cannot sleep while there is work"
+        assert not self._busy(), "cannot sleep while there is work"
         self._slept = self.version
         memory = device_memory(self.model.device)
         if memory is not None and not stays(self._held(), memory.whole, self._beside):
@@ -532,7 +532,6 @@ class NativeEngine:
         found = [*self._running, *(s for fork in self._entering for s in fork.sequences)]
         return sorted((s for s in found if not s.future.done()), key=lambda s: s.order)
 
-    @property
     def _busy(self) -> bool:
         """Whether somebody waits for anything."""
         return any(not s.future.done() for s in self._sequences())
@@ -615,7 +614,7 @@ class NativeEngine:
         try:
             await asyncio.sleep(0)
             await self.wake()
-            while self._busy:
+            while self._busy():
                 start = time.monotonic()
                 with decoding(), self._computing(), self._watched():
                     self._round()
