@@ -130,9 +130,9 @@ def this_cpu(seconds: float = 0.2) -> Machine:
     """This machine's CPU, timed once per process: matrix products of a layer's size, and copies
     that no cache holds.
     """
-    import os
-
     import torch
+
+    from reinforge.models.device_memory import whole_memory
 
     a = torch.rand(256, 1024)
     b = torch.rand(1024, 1024)
@@ -147,7 +147,7 @@ def this_cpu(seconds: float = 0.2) -> Machine:
         * source.element_size()
         * _repeats(lambda: target.copy_(source), 0.25 * seconds)
     )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = whole_memory(torch.device("cpu"))
     return Machine(f"CPU with {torch.get_num_threads()} threads", flops, bandwidth, memory, "cpu")
 
 

@@ -16,7 +16,7 @@ from reinforge.build.served import setup_of, trainer_score
 from reinforge.build.shared_gpus import SharedGpus
 from reinforge.cluster.data_parallel import DataParallelEngine
 from reinforge.config.rollout import SpeculationConfig
-from reinforge.config.rules.facts import at_once, opposed
+from reinforge.config.rules.facts import at_once, opposed, trained_models
 from reinforge.core.engine import Engine
 from reinforge.core.kv_pool import DeviceShare
 from reinforge.engines.beside import EngineBeside, WeightCopy
@@ -84,7 +84,7 @@ def device_share(inputs: ModelInputs, model: CausalModel, ranks: int = 1) -> Dev
     if not inputs.trains:
         return DeviceShare(engines=engines)
     facts = facts_of(model, optimizer=cfg.train.optimizer)
-    models = 1 if cfg.critic is None or cfg.critic.shared else 2
+    models = trained_models(cfg)
     to_come = models * moment_bytes(facts) // ranks
     if cfg.rollout.overlap:
         packed = min(inputs.budget or 0, at_once(cfg) * inputs.longest)  # no step has more

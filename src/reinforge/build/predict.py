@@ -16,7 +16,7 @@ from reinforge.backends import memory_model, roofline
 from reinforge.backends.memory_model import GIB, CachePool
 from reinforge.backends.roofline import Machine, StepWork
 from reinforge.cluster.placement import plan, teacher_role
-from reinforge.config.rules.facts import at_once, opposed
+from reinforge.config.rules.facts import at_once, opposed, trained_models
 from reinforge.config.rules.generators import on_all_ranks
 from reinforge.config.schema import Config
 from reinforge.config.server_devices import stays_awake
@@ -312,8 +312,7 @@ def _cache(
     held = sum(size for name, size in parts["generate"].items() if name not in work)
     overlap = cfg.rollout.overlap
     if overlap:
-        models = 1 if cfg.critic is None or cfg.critic.shared else 2
-        held += memory_model.passing_bytes(facts, packed, models)
+        held += memory_model.passing_bytes(facts, packed, trained_models(cfg))
     pool = memory_model.kv_pool(
         facts,
         None if machine.kind == "cpu" else usable - held,

@@ -19,7 +19,7 @@ from reinforge.checkpoint.tensors import within
 from reinforge.config.schema import Config
 from reinforge.core.backend import Backend, State, Stateful
 from reinforge.core.errors import InputError
-from reinforge.loops.config_changes import OVERLAP, Changes, check_changes
+from reinforge.loops.config_changes import Changes, check_changes, less_room
 from reinforge.watch.recorder import note
 
 
@@ -97,8 +97,7 @@ class Checkpointer:
             # it names the intact one: a damaged one is never skipped in silence
             note(self.dir, "damaged_checkpoint", checkpoint=there[0].name, error=str(error))
             raise
-        if changes and OVERLAP in changes:
-            # its size followed what was free
+        if changes and less_room(changes):
             state = State(state.tensors, {k: v for k, v in state.meta.items() if k != "budget"})
         self._load(state, extra)
         self._done_at = extra["step"]

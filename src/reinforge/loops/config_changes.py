@@ -15,7 +15,6 @@ from reinforge.core.errors import InputError
 from reinforge.core.redact import redact_settings
 from reinforge.watch.runs import flatten, read_json
 
-# With it a GPU has less room: sizes that followed what was free are found anew where it changes.
 OVERLAP = "rollout.overlap"
 # Keys, and sections that end in a dot, that say how long, where and how watched a run is, and not
 # what it learns.
@@ -59,6 +58,11 @@ BOUND_TO_STATE = ("model.", "adapter.", "critic.", "data.")
 # Of a teacher's server: where it is and how it is asked.
 MAY_CHANGE_OF_SERVER = ("url", "api_key_env", "parallel", "retries", "timeout")
 Changes = dict[str, list[Any]]  # dotted key: [old value, new value]
+
+
+def less_room(found: Changes) -> bool:
+    """Whether sizes that followed what was free of a GPU are found anew: it has more to hold."""
+    return found.get(OVERLAP, [None, None])[1] is True
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:

@@ -30,7 +30,7 @@ from reinforge.core.report import StepReport
 from reinforge.core.sample import Group, Sample
 from reinforge.core.signal import signal_share, why_masked, with_signal
 from reinforge.core.threads import in_thread
-from reinforge.loops.config_changes import OVERLAP
+from reinforge.loops.config_changes import less_room
 from reinforge.loops.critic import Critic
 from reinforge.loops.expert_load import ExpertLoad
 from reinforge.loops.open_step import PreparedStep, RunStep
@@ -220,7 +220,7 @@ class RLTrainer:
             for name, value in self.run.counters.items()
             if name.startswith(OF_ENGINE)
         }
-        if saved and OVERLAP not in self.run.changes:
+        if saved and not less_room(self.run.changes):
             self.engine.load(saved)
         self._record_engine()
 

@@ -30,6 +30,11 @@ def moving(config: Sections) -> bool:
     return asked.kind != "frozen"
 
 
+def trained_models(config: Sections) -> int:
+    """The policy, and a critic where it is a model of its own."""
+    return 1 if config.critic is None or config.critic.shared else 2
+
+
 def opposed(config: Sections) -> bool:
     """Whether an opponent answers prompts too."""
     return config.algorithm.kind.opponent != "none"
