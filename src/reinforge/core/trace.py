@@ -35,30 +35,38 @@ def traced(
     """[K] each: the sums of `of_tokens` [M] over the tokens of every slot, and of `of_rows` [S],
     which count at the last token of their row. Nothing where nothing is traced.
     """
-    if not totals.traced:
+    slots = totals.traced
+    if not slots:
         return {}
     slot_M = tokens.streams[STREAM].long()
-    found: LossMetrics = {TOKENS: _sums(torch.ones_like(tokens.logprobs), slot_M, totals.traced)}
-    for name, values in of_tokens.items():
-        found[name] = _sums(values, slot_M, totals.traced)
-        if name in EXTREMES:
-            largest = _extremes(values, slot_M, totals.traced, "amax")
-            smallest = _extremes(values, slot_M, totals.traced, "amin")
+    of_tokens = {TOKENS: torch.ones_like(tokens.logprobs), **of_tokens}
+    found: LossMetrics = dict(_sums(of_tokens, slot_M, slots))
+    for name in EXTREMES:
+        if name in of_tokens:
+            largest = _extremes(of_tokens[name], slot_M, slots, "amax")
+            smallest = _extremes(of_tokens[name], slot_M, slots, "amin")
             found[f"{name}/max"] = Extreme.largest(largest)
             found[f"{name}/min"] = Extreme.smallest(smallest)
     if of_rows:
         lengths = tokens.lengths
         slot_S = slot_M[(lengths.cumsum(0) - 1).clamp(min=0)]
-        slot_S = torch.where(lengths > 0, slot_S, 0)
-        for name, values in of_rows.items():
-            found[name] = _sums(values, slot_S, totals.traced)
+        found |= _sums(of_rows, torch.where(lengths > 0, slot_S, 0), slots)
     return {PREFIX + name: values for name, values in found.items()}
 
 
-def _sums(values: Tensor, slot: Tensor, slots: int) -> Tensor:
-    """In float64 by a sorted scatter, so that it is the same in every run."""
-    wide = values.detach().double()
-    return wide.new_zeros(slots + 1).index_put((slot,), wide, accumulate=True)[1:]
+def _sums(columns: Mapping[str, Tensor], slot: Tensor, slots: int) -> dict[str, Tensor]:
+    """In float64 by a sorted scatter, so that they are the same in every run.
+
+    Such a scatter adds up one place after the other, as long as its list is. Nobody's tokens, which
+    are nearly all, would be the longest one by far: each of them has a place of its own.
+    """
+    wide = torch.stack([values.detach().double() for values in columns.values()], 1)
+    nobodys = slots + torch.arange(len(slot), device=slot.device)
+    place = torch.where(slot > 0, slot - 1, nobodys)
+    sums = wide.new_zeros(slots + len(slot), len(columns)).index_put(
+        (place,), wide, accumulate=True
+    )
+    return dict(zip(columns, sums[:slots].unbind(1), strict=True))
 
 
 def _extremes(values: Tensor, slot: Tensor, slots: int, which: str) -> Tensor:
