@@ -219,6 +219,11 @@ def test_rotation_has_the_bits_of_torch(
     caches[1].write(0, block * 16 + cached % 16, rotate(k, cos, sin), v)
     assert torch.equal(caches[0].keys[0], caches[1].keys[0])
     assert torch.equal(caches[0].values[0], caches[1].values[0])
+    # told where each token goes, as those of prompts are
+    flat = [torch.zeros_like(part) for part in (caches[0].keys[0], caches[0].values[0])]
+    again, again_k = rotate_and_store(q, k, v, *flat, block * 16 + cached % 16, cached, rope)
+    assert torch.equal(again, got) and torch.equal(again_k, got_k)
+    assert torch.equal(flat[0], caches[1].keys[0]) and torch.equal(flat[1], caches[1].values[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -190,7 +190,8 @@ def compile_exact_kernels(compiler: KernelCompiler) -> None:
         tables = torch.zeros(rows, 128, dtype=torch.int64)
         cached = torch.zeros(rows, dtype=torch.int64)
         turn = torch.zeros(rows, size, dtype=half)
-        paged_attention.rotate_and_store(q, k, v, cache, cache, tables, cached, (turn, turn))
+        for where in (tables, cached):
+            paged_attention.rotate_and_store(q, k, v, cache, cache, where, cached, (turn, turn))
         plan = exact_tiles.plan_paged(cached)
         keys = cache.view(-1, kv_heads, size)
         exact.attend(q, keys, keys, plan, tables, GPU_BLOCK, AttentionRule(0.1))

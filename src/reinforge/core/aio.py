@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
@@ -154,3 +155,51 @@ class EventLoop:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+
+class SerialThread:
+    """A thread that calls one thing after the other, in the order in which they were asked for. It
+    begins with the first and does not keep the program from ending.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(self._calls,), name=self.name, daemon=True).start()
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+
+        def call() -> None:
+            try:
+                result = function()
+                error = None
+            except BaseException as raised:
+                result = None
+                error = raised
+            try:
+                loop.call_soon_threadsafe(_settle, done, result, error)
+            except RuntimeError:  # the loop is closed: nobody waits
+                pass
+
+        self._calls.put(call)
+        return await done
+
+
+def _work(calls: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        calls.get()()
+
+
+def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(result)
+    else:  # a future does not take a StopIteration
+        done.set_exception(
+            RuntimeError(f"it raised {error!r}") if isinstance(error, StopIteration) else error
+        )

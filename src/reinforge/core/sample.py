@@ -65,7 +65,7 @@ class Sample:
                     f"sample {self.uid}: {name} has shape {tuple(getattr(self, name).shape)}, not"
                     f" ({length},)"
                 )
-        if length and bool(self.trained[0]):
+        if length and self.trained.numpy()[0]:
             raise ValueError(
                 f"sample {self.uid}: the first token has no context and cannot be trained"
             )

@@ -670,6 +670,10 @@ class KVCache:
         whole = [part.view(torch.uint8) for part in parts]
         return [*whole, *(scale for pair in self.scales for scale in pair), *kept]
 
+    def takes_kernel(self, x: Tensor) -> bool:
+        """Whether new keys are turned and put here by one kernel."""
+        return x.is_cuda and HAS_TRITON and self.scales is None
+
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Puts k, v [N, K, D] at flat positions `slots` [N] (block * block_size + offset). Returns
         them as they are there.
@@ -761,12 +765,18 @@ class PrefillLayout:
         rope: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """`rope`: cos and sin [positions, D] by which q and k are to be turned; None: they were."""
-        if rope is not None:
-            assert self.positions is not None
-            cos, sin = (table.index_select(0, self.positions) for table in rope)
-            q = rotate(q, cos, sin)
-            k = rotate(k, cos, sin)
-        k, v = self.cache.write(layer, self.slots, k, v)
+        assert rope is None or self.positions is not None
+        if rope is not None and self.positions is not None and self.cache.takes_kernel(q):
+            from reinforge.models.kernels.paged_attention import rotate_and_store
+
+            into = self.cache.keys[layer], self.cache.values[layer]
+            q, k = rotate_and_store(q, k, v, *into, self.slots, self.positions, rope)
+        else:
+            if rope is not None and self.positions is not None:
+                cos, sin = (table.index_select(0, self.positions) for table in rope)
+                q = rotate(q, cos, sin)
+                k = rotate(k, cos, sin)
+            k, v = self.cache.write(layer, self.slots, k, v)
         if self.key_slots is not None:
             k, v = self.cache.read(layer, self.key_slots, k.dtype)
         return self.segments.attend(q, k, v, rule)
@@ -819,19 +829,11 @@ class PagedLayout:
         """`rope`: cos and sin [positions, D] by which q and k are to be turned; None: they were."""
         kernel = q.is_cuda and HAS_TRITON
         size = self.cache.block_size
-        if self.shared and kernel and rope is not None and self.cache.scales is None:
+        if self.shared and rope is not None and self.cache.takes_kernel(q):
             from reinforge.models.kernels.paged_attention import rotate_and_store
 
-            q, k = rotate_and_store(
-                q,
-                k,
-                v,
-                self.cache.keys[layer],
-                self.cache.values[layer],
-                self.tables,
-                self.cached,
-                rope,
-            )
+            into = self.cache.keys[layer], self.cache.values[layer]
+            q, k = rotate_and_store(q, k, v, *into, self.tables, self.cached, rope)
             rope = None
         elif self.shared or not kernel:
             if rope is not None:

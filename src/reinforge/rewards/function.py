@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import queue
-import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from reinforge.core.aio import together
+from reinforge.core.aio import SerialThread, together
 from reinforge.core.errors import InputError
 from reinforge.core.row import Row
 from reinforge.rewards.adapt import ALWAYS, IDS
@@ -55,7 +53,7 @@ class FunctionReward:
     steps: Callable[[Sequence[Any], Sequence[str]], list[list[tuple[int, float]]]] | None = None
 
     def __post_init__(self) -> None:
-        self._lane = SerialThread(self.name)
+        self._lane = SerialThread(f"reward-{self.name}")
         self._turns = _NO_TURNS
         parameters: Mapping[str, inspect.Parameter] = {}
         try:
@@ -120,7 +118,7 @@ class FunctionReward:
             result = await _within(self.timeout, self._lane.run(lambda: self.function(**given)))
             # a thread cannot be stopped: it is left behind, and the next call gets another
             if result is TIMED_OUT:
-                self._lane = SerialThread(self.name)
+                self._lane = SerialThread(f"reward-{self.name}")
         return await _within(self.timeout, result) if inspect.isawaitable(result) else result
 
     def _turn(self) -> asyncio.Semaphore:
@@ -238,53 +236,3 @@ async def _within(seconds: float | None, work: Awaitable[Any]) -> Any:
         if not limit.expired():
             raise
         return TIMED_OUT
-
-
-class SerialThread:
-    """A thread that calls one thing after the other. It does not keep the program from ending."""
-
-    def __init__(self, name: str):
-        self.name = name
-        self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
-
-    async def run(self, function: Callable[[], Any]) -> Any:
-        if self._calls is None:
-            self._calls = queue.SimpleQueue()
-            threading.Thread(
-                target=_work, args=(self._calls,), name=f"reward-{self.name}", daemon=True
-            ).start()
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
-
-        def call() -> None:
-            try:
-                result = function()
-                error = None
-            except BaseException as raised:
-                result = None
-                error = raised
-            try:
-                loop.call_soon_threadsafe(_settle, done, result, error)
-            except RuntimeError:  # the loop is closed: nobody waits
-                pass
-
-        self._calls.put(call)
-        return await done
-
-
-def _work(calls: queue.SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        calls.get()()
-
-
-def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(result)
-    else:
-        done.set_exception(
-            RuntimeError(f"the reward raised {error!r}")
-            if isinstance(error, StopIteration)
-            else error
-        )

@@ -122,7 +122,7 @@ def test_slots_change_hands_while_windows_are_in_flight(name: str) -> None:
 
     late = make_engine(name, slots=3)
     late.decoder.ahead = 1
-    late.decoder.steps = lambda limit: 5  # type: ignore[method-assign]
+    late.decoder.steps = lambda limit, drafts=0: 5  # type: ignore[method-assign]
     late.decoder.size = bucket  # type: ignore[method-assign]
     agree(run(work(late)), run(work(make_engine(name))))
     assert drained(late)

@@ -259,7 +259,7 @@ def test_windows_in_flight_wait_for_the_grammar() -> None:
     windows = []
     ahead = make_engine()
     ahead.decoder.ahead = 1
-    ahead.decoder.steps = lambda limit: 5  # type: ignore[method-assign]
+    ahead.decoder.steps = lambda limit, drafts=0: 5  # type: ignore[method-assign]
     ahead.decoder.size = bucket  # type: ignore[method-assign]
     launch = ahead.decoder.launch
 

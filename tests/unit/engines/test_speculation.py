@@ -127,7 +127,7 @@ def make_engine(
     engine.blocks = blocks
     engine.pool = BlockPool(blocks, BLOCK)
     engine.decoder.ahead = ahead
-    engine.decoder.steps = lambda limit: steps  # type: ignore[method-assign]
+    engine.decoder.steps = lambda limit, drafts=0: steps  # type: ignore[method-assign]
     if buckets:
         engine.decoder.size = bucket  # type: ignore[method-assign]
     return engine

@@ -274,9 +274,19 @@ class DecodeBatch:
     def copy_(self, other: DecodeBatch) -> None:
         """The values of `other`, in the tensors of this one."""
         for part in fields(self):
-            mine = getattr(self, part.name)
-            if isinstance(mine, Tensor):
-                mine.copy_(getattr(other, part.name))
+            mine, theirs = getattr(self, part.name), getattr(other, part.name)
+            if isinstance(mine, Tensor) and mine is not theirs:
+                mine.copy_(theirs)
+        self.longest = other.longest
+
+    def move_into(self, other: DecodeBatch) -> None:
+        """From now on in the tensors of `other`, whatever they hold. Rows that stay in a graph's
+        tensors need not be copied for its next replay.
+        """
+        for part in fields(self):
+            theirs = getattr(other, part.name)
+            if isinstance(theirs, Tensor):
+                setattr(self, part.name, theirs)
         self.longest = other.longest
 
     def draw(self, model: CausalModel, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -200,9 +200,11 @@ class Decoder:
             self._memory = torch.cuda.graph_pool_handle()
         self._captured.clear()
 
-    def steps(self, limit: int) -> int:
-        """Of the next window, where no completion is longer than `limit`."""
-        return window(limit) if self.graphs else 1
+    def steps(self, limit: int, drafts: int = 0) -> int:
+        """Of the next window, where no completion is longer than `limit`. With drafts half as many:
+        where they pay, a step gives two tokens and more.
+        """
+        return max(1, window(limit) // (2 if drafts else 1)) if self.graphs else 1
 
     def launch(
         self, rows: DecodeBatch, cache: KVCache, steps: int, states: StateStore | None = None
@@ -238,7 +240,7 @@ class Decoder:
         for _ in range(steps):
             captured.graph.replay()
         captured.rows.longest = rows.longest + steps * (rows.drafts + 1)
-        rows.copy_(captured.rows)
+        rows.move_into(captured.rows)
         return captured.drawn
 
     def _capture(

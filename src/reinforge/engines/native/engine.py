@@ -20,7 +20,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -682,9 +682,22 @@ class NativeEngine:
                 break
             self._waiting.popleft()
 
+    def _short(self, sequences: list[LiveSequence], tokens: int) -> dict[LiveSequence, int]:
+        """Who of these has to take blocks for so many more tokens of each, and how many. Asked in
+        every round of everybody, so most are passed over without a call.
+        """
+        found = {}
+        size = self.block
+        for s in sequences:
+            if len(s.prompt) + len(s.tokens) + s.ahead + tokens > len(s.held.blocks) * size:
+                missing = s.held.missing(self.pool, s.reach(tokens))
+                if missing:
+                    found[s] = missing
+        return found
+
     def _missing(self, sequences: list[LiveSequence], tokens: int) -> int:
         """Blocks that these have to take for so many more tokens of each."""
-        return sum(s.held.missing(self.pool, s.reach(tokens)) for s in sequences)
+        return sum(self._short(sequences, tokens).values())
 
     def _prefill(self) -> None:
         with nullcontext() if self.stream is None else undisturbed():
@@ -729,8 +742,8 @@ class NativeEngine:
         if left <= 0:
             return False
         longest = max(s.params.max_new_tokens for s in live)
-        steps = 1 if constrained else min(left, self.decoder.steps(longest))
         drafts = 0 if constrained else self._drafts(len(live))
+        steps = 1 if constrained else min(left, self.decoder.steps(longest, drafts))
         self._grow(steps * (drafts + 1))
         live = self._decoding()
         if not live:
@@ -823,24 +836,26 @@ class NativeEngine:
             sequences, window = self._in_flight.popleft()
             for sequence in sequences:
                 sequence.ahead -= window.most
-            live = {s for s in sequences if not s.future.done()}
-            self._accept(sequences, window.look())
-            ended = {s for s in live if s.future.done()}
-            gone = [i for i, s in enumerate(self._running) if s in ended]
-            if gone and self._rows is not None:
-                self._rows.retire(gone, self.blocks)
+            ended = self._accept(sequences, window.look())
+            if ended and self._rows is not None:
+                gone = [i for i, s in enumerate(self._running) if s in ended]
+                if gone:
+                    self._rows.retire(gone, self.blocks)
 
     def _grow(self, tokens: int) -> None:
         """Blocks for so many more tokens of all who run. Where they run out the youngest leave,
         until those who stay have enough.
         """
-        if self._missing(self._decoding(), tokens) > self.pool.free:
+        short = self._short(self._decoding(), tokens)
+        if sum(short.values()) > self.pool.free:
             self._take_in()  # some may have ended, and a preempted one takes its tokens along
-        while self._missing(self._decoding(), tokens) > self.pool.free:
+            short = self._short(self._decoding(), tokens)
+        while sum(short.values()) > self.pool.free:
             self._preempt(self._live()[-1])
+            short = self._short(self._decoding(), tokens)
         entries = []
-        for row, sequence in enumerate(self._running):
-            if not sequence.future.done():
+        for row, sequence in enumerate(self._running) if short else ():
+            if sequence in short:
                 column = len(sequence.held.blocks)
                 taken = sequence.held.grow(self.pool, sequence.reach(tokens))
                 entries += [(row, column + i, block) for i, block in enumerate(taken)]
@@ -863,8 +878,10 @@ class NativeEngine:
         self._requeue(sequence)
         self.stats.preemptions += 1
 
-    def _accept(self, sequences: list[LiveSequence], window: DecodeWindow) -> None:
-        """Takes sampled tokens in.
+    def _accept(
+        self, sequences: list[LiveSequence], window: DecodeWindow
+    ) -> Collection[LiveSequence]:
+        """Takes sampled tokens in. Returns who ended with them.
 
         A row stopped by itself at a stop token or at its limit; stop strings only the host can see.
         """
@@ -874,33 +891,40 @@ class NativeEngine:
             self.stats.draft_tokens += sum(window.counts)
         if self._free_to_draft:
             self._trial.count(verified, sum(window.counts))
+        ended = set()
         for sequence, tokens, logprobs, count in zip(
             sequences, window.tokens, window.logprobs, window.counts, strict=False
         ):
             if sequence.future.done():  # finished or cancelled before
                 continue
-            if sequence.params.stop_strings:
+            params = sequence.params
+            if params.stop_strings:
                 count = self._until_string(sequence, tokens[:count])
-            sequence.tokens += tokens[:count]
-            sequence.logprobs += logprobs[:count]
+            if count < len(tokens):
+                tokens, logprobs = tokens[:count], logprobs[:count]
+            sequence.tokens += tokens
+            sequence.logprobs += logprobs
             sequence.versions += [self.version] * count
             self.stats.generated_tokens += count
             stop = None
-            if sequence.tokens[-1] in sequence.stops or self._hit_string(
-                sequence.tokens, sequence.params
+            if sequence.tokens[-1] in sequence.stops or (
+                params.stop_strings and self._hit_string(sequence.tokens, params)
             ):
                 stop = Stop.EOS
             elif sequence.matcher is not None and not self._advance(sequence, sequence.matcher):
+                ended.add(sequence)
                 continue
-            elif len(sequence.tokens) >= sequence.params.max_new_tokens:
+            elif len(sequence.tokens) >= params.max_new_tokens:
                 whole = sequence.matcher is not None and sequence.matcher.complete
                 stop = Stop.EOS if whole else Stop.LENGTH
             done = None if stop is None else self._completion(sequence, stop)
             if sequence.listener is not None:
                 versions = [self.version] * count
-                sequence.listener(NewTokens(tokens[:count], logprobs[:count], versions, done))
+                sequence.listener(NewTokens(tokens, logprobs, versions, done))
             if done is not None:
                 self._finish(sequence, done)
+                ended.add(sequence)
+        return ended
 
     def _advance(self, sequence: LiveSequence, matcher: Matcher) -> bool:
         """Tells the matcher the newest token. An answer that has come to a dead end fails alone."""
@@ -922,8 +946,6 @@ class NativeEngine:
         return len(tokens)
 
     def _hit_string(self, tokens: list[int], params: Sampling) -> bool:
-        if not params.stop_strings:
-            return False
         longest = max(len(s.encode()) for s in params.stop_strings)  # in bytes: a token may be one
         tail = token_text(self.model.tokenizer, tokens[-(longest + 4) :])
         return any(s in tail for s in params.stop_strings)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,15 +110,15 @@ def prefill(
     slots = [_slots(fork.live[0].held.blocks, 0, end, size) for fork, end in pieces]
     new = [s[fork.done :] for s, (fork, _) in zip(slots, pieces, strict=True)]
     continued = any(fork.done for fork, _ in pieces)
-    positions = torch.cat([torch.arange(fork.done, end) for fork, end in pieces])
+    positions = np.concatenate([np.arange(fork.done, end) for fork, end in pieces])
     layout = PrefillLayout(
         lengths,
         starts_of(lengths, device),
         cache,
-        to_device(torch.cat(new), device),
-        to_device(torch.cat(slots), device) if continued else None,
+        _sent(np.concatenate(new), device),
+        _sent(np.concatenate(slots), device) if continued else None,
         [end for _, end in pieces] if continued else None,
-        to_device(positions, device),
+        _sent(positions, device),
     )
     tokens = to_device(
         ints([t for fork, end in pieces for t in fork.tokens[fork.done : end]]), device
@@ -190,7 +191,13 @@ def _ends(lengths: list[int]) -> list[int]:
     return (torch.tensor(lengths).cumsum(0) - 1).tolist()
 
 
-def _slots(blocks: list[int], start: int, stop: int, size: int) -> Tensor:
-    """Flat cache positions of the tokens [start, stop) of a sequence."""
-    at = torch.arange(start, stop)
-    return ints(blocks)[at // size] * size + at % size
+def _slots(blocks: list[int], start: int, stop: int, size: int) -> np.ndarray:
+    """Flat cache positions of the tokens [start, stop) of a sequence. In numpy: there may be
+    hundreds of prompts, and each call of torch takes as long as all of it.
+    """
+    at = np.arange(start, stop)
+    return np.asarray(blocks, dtype=np.int64)[at // size] * size + at % size
+
+
+def _sent(numbers: np.ndarray, device: torch.device) -> Tensor:
+    return to_device(torch.from_numpy(numbers), device)

@@ -530,8 +530,8 @@ def _rotate_and_store(
     VC,
     QO,
     KO,
-    TABLES,
-    CACHED,
+    WHERE,
+    POSITIONS,
     q_b,
     q_h,
     kn_b,
@@ -547,14 +547,17 @@ def _rotate_and_store(
     D: tl.constexpr,
     DP: tl.constexpr,
     BLOCK: tl.constexpr,
+    TABLES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per row, all heads of it."""
+    """One program per row, all heads of it. TABLES: WHERE has the blocks of its sequence, otherwise
+    its slot.
+    """
     b = tl.program_id(0).to(tl.int64)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    n = tl.load(CACHED + b)
+    n = tl.load(POSITIONS + b)
     d = tl.arange(0, DP)[None, :]
     h = tl.arange(0, HP)[:, None]
     cos = tl.load(COS + n * cos_n + d, mask=d < D, other=0.0)
@@ -566,7 +569,10 @@ def _rotate_and_store(
     there = (h < HK) & (d < D)
     k = turned(KN, b * kn_b + h * kn_h, d, cos, sin, there, D)
     v = tl.load(VN + b * vn_b + h * vn_h + d, mask=there, other=0.0)
-    slot = tl.load(TABLES + b * W + n // BLOCK) * BLOCK + n % BLOCK
+    if TABLES:
+        slot = tl.load(WHERE + b * W + n // BLOCK) * BLOCK + n % BLOCK
+    else:
+        slot = tl.load(WHERE + b * W)
     tl.store(KO + (b * HK + h) * D + d, k, mask=there)
     tl.store(KC + (slot * HK + h) * D + d, k, mask=there)
     tl.store(VC + (slot * HK + h) * D + d, v, mask=there)
@@ -578,12 +584,13 @@ def rotate_and_store(
     v: Tensor,
     keys: Tensor,
     values: Tensor,
-    tables: Tensor,
-    cached: Tensor,
+    where: Tensor,
+    positions: Tensor,
     rope: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """q [B, H, D] and k [B, K, D] turned by their positions; k and v are written to the cache
-    [blocks, BLOCK, K, D]. `rope`: cos and sin [positions, D].
+    """q [B, H, D] and k [B, K, D] turned by their positions [B]; k and v are written to the cache
+    [blocks, BLOCK, K, D]: `where` the blocks of each row's sequence are [B, W], or at the flat
+    places [B] of rows. `rope`: cos and sin [positions, D].
 
     No fused multiply-adds: products are rounded before they are added, as torch does it.
     """
@@ -602,8 +609,8 @@ def rotate_and_store(
         values,
         q_out,
         k_out,
-        tables,
-        cached,
+        where,
+        positions,
         q.stride(0),
         q.stride(1),
         k.stride(0),
@@ -611,7 +618,7 @@ def rotate_and_store(
         v.stride(0),
         v.stride(1),
         cos.stride(0),
-        tables.stride(0),
+        where.stride(0),
         H=heads,
         HK=kv_heads,
         HP=next_power(heads),
@@ -619,6 +626,7 @@ def rotate_and_store(
         D=size,
         DP=next_power(size),
         BLOCK=keys.shape[1],
+        TABLES=where.ndim == 2,
         num_warps=4,
         enable_fp_fusion=False,
         **early(),
