@@ -40,8 +40,8 @@ class RolloutConfig(Section):
         False,
         description=(
             "With staleness and the native engine in one process: it has a copy of what is trained,"
-            " and generates while a step trains. On a CPU tokens and weights were those of the same"
-            " run without; it was not run on a GPU."
+            " and generates while a step trains. Tokens and weights are those of the same run"
+            " without, as seen on a CPU and on an H200."
         ),
     )
     partial: bool = Field(
