@@ -15,8 +15,8 @@ answers with a number, the other works the sum out) and asks those rows: a polic
 learn says similar things again. All
 epochs run twice, since the first time graphs are captured, and the second time is told, without
 what was remembered before. Prints seconds, steps, tokens and the accepted length (tokens per
-sequence and step) of each epoch, and the speed-up of those after the first. Exits with 1 if, with `--exact`, any token differs. `--smoke`
-runs a random tiny model, exact, anywhere.
+sequence and step) of each epoch, and the speed-up of those after the first. Exits with 1 if, with
+`--exact`, any token differs. `--smoke` runs a random tiny model, exact, anywhere.
 """
 
 from __future__ import annotations

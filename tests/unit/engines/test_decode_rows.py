@@ -5,6 +5,7 @@ not notice.
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from helpers.toys import VOCABULARY, make_model, make_module, run, tokens_of, tr
 from reinforge.core.engine import Completion, Sampling
 from reinforge.core.sample import Stop
 from reinforge.core.weights import Weights
+from reinforge.engines.native import decoder
 from reinforge.engines.native import engine as native
 from reinforge.engines.native.blocks import BlockPool, CacheHolding
 from reinforge.engines.native.decode_batch import NEVER, DecodeBatch, LiveSequence
 from reinforge.engines.native.decoder import LaunchedWindow, bucket
+from reinforge.engines.native.drafts import Speculation
 from reinforge.engines.native.engine import BLOCK, NativeEngine
 from reinforge.models.attention import KVCache
 from reinforge.models.state import StateStore
@@ -71,10 +74,15 @@ def test_rows_stop_by_themselves_and_fillers_never_move() -> None:
 
 
 def make_engine(
-    steps: int = 1, ahead: int = 0, blocks: int = 256, buckets: bool = False, **settings: Any
+    steps: int = 1,
+    ahead: int = 0,
+    blocks: int = 256,
+    buckets: bool = False,
+    graphs: bool = False,
+    **settings: Any,
 ) -> NativeEngine:
     """Windows of so many steps, looked at so many windows late, in batches of fixed sizes: as on a
-    GPU.
+    GPU. `graphs`: rows live in the tensors of graphs, each of which is a function here.
     """
     engine = NativeEngine(make_model("llama"), **settings)
     engine.blocks = blocks
@@ -83,6 +91,11 @@ def make_engine(
     engine.decoder.steps = lambda limit, drafts=0: steps  # type: ignore[method-assign]
     if buckets:
         engine.decoder.size = bucket  # type: ignore[method-assign]
+    if graphs:
+        captures: Any = engine.decoder
+        captures.graphs = True
+        captures.parts = lambda rows, steps: 1
+        captures._graph = lambda step: SimpleNamespace(replay=step)
     return engine
 
 
@@ -136,6 +149,34 @@ def test_a_window_that_is_looked_at_late_says_the_same(
     equal(run(mixture(engine)), want)
     assert settled(engine)
     assert {c.stop for c in want} == {Stop.EOS, Stop.LENGTH}
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(("steps", "blocks"), [(4, 12), (16, 256)])
+def test_rows_in_the_tensors_of_graphs_say_the_same(
+    steps: int, blocks: int, drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay there between windows, move on where their number or their width is another, and
+    come back to graphs whose tensors others have had since; twice, as steps of training do.
+    """
+    monkeypatch.setattr(decoder, "_to_host", torch.Tensor.clone)  # a copy, as from a GPU
+    stops = range(0, VOCABULARY, 20)
+    plain = make_engine(stop_tokens=stops)
+    want = [run(mixture(plain)) for _ in range(2)]
+    engine = make_engine(
+        steps,
+        1,
+        blocks,
+        buckets=True,
+        graphs=True,
+        stop_tokens=stops,
+        speculation=Speculation(drafts, None) if drafts else None,
+    )
+    for wanted in want:
+        equal(run(mixture(engine)), wanted)
+        assert settled(engine)
+    assert engine.decoder.captures > 3
+    assert (engine.stats.draft_steps > 0) == (drafts > 0)
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])

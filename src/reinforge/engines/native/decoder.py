@@ -8,7 +8,7 @@ step, one look.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -254,23 +254,27 @@ class Decoder:
         still.cached.zero_()
         still.tables.fill_(cache.keys[0].shape[0] - 1)
         still.slots.zero_()
-        captured = _CapturedGraph(torch.cuda.CUDAGraph(), still, _WindowTokens.of(still, WINDOW))
+        drawn = _WindowTokens.of(still, WINDOW)
 
         def step() -> None:
-            captured.drawn.record(still, self.model, cache, self.fused, parts, states)
+            drawn.record(still, self.model, cache, self.fused, parts, states)
 
         with undisturbed():
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    step()
-            torch.cuda.current_stream().wait_stream(stream)
-            # other threads may allocate meanwhile
-            with torch.cuda.graph(
-                captured.graph, pool=self._memory, capture_error_mode="thread_local"
-            ):
-                step()
+            captured = _CapturedGraph(self._graph(step), still, drawn)
         self._captured[rows.key, parts] = captured
         self.captures += 1
         return captured
+
+    def _graph(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A graph of this, which is run twice before."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # other threads may allocate meanwhile
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            step()
+        return graph
