@@ -281,7 +281,15 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.long)
+        if case in ("ema-lora", "adaptive-reward", "policy-ema")
+        else case
+        for case in CASES
+    ],
+)
 def test_resume_is_exact(
     make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:

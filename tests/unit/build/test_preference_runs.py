@@ -145,10 +145,10 @@ def test_a_mixture_is_the_sum_of_its_losses(model: str, tmp_path: Path) -> None:
     ("name", "options"),
     [
         ("dpo", {}),
-        ("bco", {}),
+        pytest.param("bco", {}, marks=pytest.mark.long),
         ("kto", {}),
         ("tr_dpo", {"kl": {"reference": {"kind": "ema", "decay": 0.5}}}),
-        ("wpo", {}),
+        pytest.param("wpo", {}, marks=pytest.mark.long),
         ("aot", {}),
     ],
 )

@@ -230,6 +230,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(tmp_path: Path) -> None:
     assert again == CURVE[2:]
 
 
+@pytest.mark.long
 def test_the_environment_of_wandb_wins_over_our_defaults_and_not_over_the_config(
     tmp_path: Path,
 ) -> None:
