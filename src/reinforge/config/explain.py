@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -185,6 +185,15 @@ def _keys_inside(loc: Loc) -> list[str]:
     return [str(key[-1]) for key, _ in all_keys() if key[:-1] == path]
 
 
+def _section_hint(value: Any, inside: Sequence[str]) -> str:
+    """What to write where something else than a section stands."""
+    if value is None:
+        return " Leave it out, or write {} for a section without any of them."
+    if isinstance(value, str) and "name" in inside:
+        return f" Write {{name: {value}}}."
+    return ""
+
+
 def explain(error: ValidationError, data: Any, places: dict[Loc, str]) -> list[str]:
     """One sentence per wrong key.
 
@@ -192,7 +201,7 @@ def explain(error: ValidationError, data: Any, places: dict[Loc, str]) -> list[s
     """
     expected: dict[Loc, list[str]] = {}  # the branches of a union speak about the same key
     got: dict[Loc, str] = {}
-    meant: dict[Loc, str] = {}  # the name that was probably meant
+    hints: dict[Loc, str] = {}  # what was probably meant
     sentences: dict[Loc, str] = {}
     for item in error.errors(include_url=False):
         kind = item["type"]
@@ -210,16 +219,18 @@ def explain(error: ValidationError, data: Any, places: dict[Loc, str]) -> list[s
             wanted = form.format(**item.get("ctx", {})) if form else item["msg"]
             if kind == "model_type" and (inside := _keys_inside(loc)):
                 wanted += f" ({', '.join(inside)})"
+                if hint := _section_hint(item["input"], inside):
+                    hints[loc] = hint
             expected.setdefault(loc, []).append(wanted)
             got[loc] = _shown(item["input"])
             if kind == "literal_error" and (near := _nearest_name(item["input"], wanted)):
-                meant[loc] = near
+                hints[loc] = f" Did you mean {near!r}?"
     above = {loc[:n] for loc in expected for n in range(len(loc))}
     for loc, branches in expected.items():
         if loc in above:
             continue  # a list was meant, and one of its items is wrong
-        hint = f" Did you mean {meant[loc]!r}?" if loc in meant else ""
-        sentences[loc] = f"got {got[loc]}, expected {' or '.join(dict.fromkeys(branches))}.{hint}"
+        wanted = " or ".join(dict.fromkeys(branches))
+        sentences[loc] = f"got {got[loc]}, expected {wanted}.{hints.get(loc, '')}"
     problems = [_with_place(loc, sentence, places) for loc, sentence in sentences.items()]
     if len(problems) > MAX_PROBLEMS:
         return [*problems[:MAX_PROBLEMS], f"and {len(problems) - MAX_PROBLEMS} more."]

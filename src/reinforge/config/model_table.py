@@ -212,6 +212,36 @@ NO_BIAS = frozenset(
 )
 # mixtures that do not choose by one topk over all experts: what they chose is not known
 NO_REPLAY = frozenset({"aria_text", "longcat_flash", "phimoe"})
+# mixtures whose stacked experts peft counts among all linear layers
+STACKED_BY_PEFT = frozenset(
+    {
+        "afmoe",
+        "cohere2_moe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "dots1",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "flex_olmo",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm4v_moe",
+        "glm_moe_dsa",
+        "hunyuan_v1_moe",
+        "longcat_flash",
+        "mellum",
+        "minimax",
+        "minimax_m2",
+        "mixtral",
+        "olmoe",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_omni_moe",
+        "qwen3_omni_moe_thinker",
+        "solar_open",
+    }
+)
 
 # the names under which people know some of them
 KNOWN_AS: dict[str, str] = {

@@ -222,6 +222,11 @@ run: {dir: runs/x, seed: true}
             assert word in lines[key], (key, message)
 
 
+def test_a_name_alone_is_no_section_and_it_is_said_how_to_write_one(tmp_path: Path) -> None:
+    told = refused(tmp_path, GOOD, "rewards=[exact_number]")
+    assert "rewards.0" in told and "Write {name: exact_number}." in told
+
+
 def test_bool_is_no_number_and_text_is_no_bool(tmp_path: Path) -> None:
     assert "run.seed" in refused(tmp_path, GOOD, "run.seed=true")
     assert "data.shuffle" in refused(tmp_path, GOOD, "data.shuffle=no")
@@ -233,6 +238,8 @@ def test_bool_is_no_number_and_text_is_no_bool(tmp_path: Path) -> None:
         "got 'tail', expected a section with keys of its own (when, drafts, rows, memory)."
         in refused(tmp_path, GOOD, "rollout.speculation=tail")
     )
+    nothing = refused(tmp_path, GOOD, "data.eval=null")
+    assert "data.eval" in nothing and "Leave it out, or write {} for" in nothing
     assert "model.revision" in refused(tmp_path, GOOD, "model.revision=1234567")
     assert (
         load_config(write(tmp_path, GOOD), ['model.revision="1234567"']).model.revision == "1234567"

@@ -191,6 +191,35 @@ def test_the_table_says_what_modules_have(name: str) -> None:
     assert (experts and not [*biases_of(module)]) == (name in model_table.NO_BIAS)
 
 
+def test_the_table_says_which_experts_peft_counts_among_linear_layers() -> None:
+    from peft.utils import transformers_weight_conversion as known
+
+    kinds = known._MODEL_TO_CONVERSION_PATTERN.items()
+    stacked = {kind for kind, form in kinds if form in known._MOE_TARGET_MODULE_MAPPING}
+    assert stacked == model_table.STACKED_BY_PEFT
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "name"), [("kind", "dora", "DoRA"), ("init", "pissa", "PiSSA")]
+)
+def test_adapters_for_linear_layers_alone(tmp_path: Path, key: str, value: str, name: str) -> None:
+    """Not of stacked experts, which all-linear means; of layers that are named, and of mixtures
+    whose experts peft leaves out.
+    """
+    adapter = {"rank": 4, key: value}
+    [told] = told_by_plan(
+        config(without_weights(tmp_path / "a", "qwen3_moe"), {"adapter": adapter})
+    )
+    assert told.startswith(f"adapter.{key}: {name} is for linear layers")
+    assert "experts of Qwen3MoeForCausalLM lie stacked" in told and "adapter.targets" in told
+    named = {**adapter, "targets": ["q_proj"]}
+    for number, (kind, asked) in enumerate(
+        [("qwen3_moe", named), ("gpt_oss", adapter), ("qwen3_moe", {"rank": 4}), ("llama", adapter)]
+    ):
+        model = without_weights(tmp_path / str(number), kind)
+        assert told_by_plan(config(model, {"adapter": asked})) == []
+
+
 def test_names_in_the_lists_are_architectures() -> None:
     assert {*model_table.NO_BIAS, *model_table.NO_REPLAY, *architecture.VARYING} <= set(
         model_table.RIGHT

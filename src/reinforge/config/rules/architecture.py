@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reinforge.config import architectures, model_table
+from reinforge.config.adapter import AdapterConfig
 from reinforge.config.sections import Sections
 from reinforge.config.train import TrainConfig
 from reinforge.core.errors import InputError
@@ -34,6 +35,7 @@ def refusals(config: Sections, shape: Any) -> Iterator[InputError]:
     yield from _of_slices(config.train, facts)
     yield from _of_routers(config.train, facts)
     yield from _of_cuts(config.train, facts, shape.get_text_config())
+    yield from _of_adapters(config.adapter, facts)
     yield from _of_features(config, facts)
 
 
@@ -104,6 +106,26 @@ def _of_cuts(train: TrainConfig, facts: Mapping[str, Any], text: Any) -> Iterato
         why = f"the experts of {name} are not cut over ranks."
     if why is not None:
         yield InputError(why, where="train.tensor_parallel", fix=WHOLE)
+
+
+def _of_adapters(adapter: AdapterConfig | None, facts: Mapping[str, Any]) -> Iterator[InputError]:
+    """What peft has for linear layers only, where it counts stacked experts among all of these."""
+    if adapter is None or adapter.path or adapter.targets != "all-linear":
+        return
+    if model_table.type_of(facts) not in model_table.STACKED_BY_PEFT:
+        return
+    asked = {
+        "kind": ("DoRA", adapter.kind == "dora"),
+        "init": ("PiSSA", adapter.init == "pissa"),
+    }
+    for key, (name, wanted) in asked.items():
+        if wanted:
+            yield InputError(
+                f"{name} is for linear layers, and the experts of {architectures.name_of(facts)}"
+                " lie stacked.",
+                where=f"adapter.{key}",
+                fix="Leave it out, or name layers in adapter.targets ([q_proj, v_proj]).",
+            )
 
 
 def _of_features(config: Sections, facts: Mapping[str, Any]) -> Iterator[InputError]:
