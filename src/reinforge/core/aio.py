@@ -6,6 +6,7 @@ import asyncio
 import queue
 import signal
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -159,16 +160,17 @@ class EventLoop:
 
 class SerialThread:
     """A thread that calls one thing after the other, in the order in which they were asked for. It
-    begins with the first and does not keep the program from ending.
+    begins with the first, ends with this object, and does not keep the program from ending.
     """
 
     def __init__(self, name: str):
         self.name = name
-        self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     async def run(self, function: Callable[[], Any]) -> Any:
         if self._calls is None:
             self._calls = queue.SimpleQueue()
+            weakref.finalize(self, self._calls.put, None)
             threading.Thread(target=_work, args=(self._calls,), name=self.name, daemon=True).start()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
@@ -189,9 +191,9 @@ class SerialThread:
         return await done
 
 
-def _work(calls: queue.SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        calls.get()()
+def _work(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
 
 
 def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

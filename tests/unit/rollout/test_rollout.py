@@ -5,6 +5,8 @@ unscored becomes a zero.
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from reinforge.engines.native import NativeEngine
 from reinforge.loops.rl import trainable
 from reinforge.rewards.function import FunctionReward
 from reinforge.rollout.journal import Journal
-from reinforge.rollout.players.single_turn import SingleTurn
+from reinforge.rollout.players.single_turn import LONG, SingleTurn
 from reinforge.rollout.source import GroupSource, RolloutBatch, has_signal, rollout_metrics
 
 ROW = Row("r7", "prompt", {"answer": "x"})
@@ -99,6 +101,49 @@ def test_trained_ids_are_the_sampled_ids(kind: str) -> None:
         and sample.tokens.dtype is torch.int64
         and sample.logprobs.dtype is torch.float32
     )
+
+
+def test_texts_of_long_groups_are_made_in_a_thread_and_in_order() -> None:
+    """The same groups, done in the order in which they were generated, though the texts of the
+    first take longest.
+    """
+    plain = make_rollout(n=4, limit=6)
+    names = [f"{i}:r7" for i in range(5)]
+    want = [run(plain(ROW, RolloutContext(name))) for name in names]
+    threads: list[str] = []
+    slow = True
+
+    def decode_all(answers: Sequence[Sequence[int]]) -> list[str]:
+        nonlocal slow
+        threads.append(threading.current_thread().name)
+        if slow:
+            slow = False
+            time.sleep(0.05)
+        return [decode(tokens) for tokens in answers]
+
+    long = make_rollout(n=4, limit=LONG // 4, decode_all=decode_all)
+    long.sampling = plain.sampling  # it may be long, and is not
+    done: list[str] = []
+
+    async def one(name: str) -> Group:
+        group = await long(ROW, RolloutContext(name))
+        done.append(name)
+        return group
+
+    async def all_of_them() -> list[Group]:
+        return await asyncio.gather(*map(one, names))
+
+    found = run(all_of_them())
+    assert done == names and threads == ["texts"] * 5
+    for ours, theirs in zip(found, want, strict=True):
+        assert ours.texts == theirs.texts
+        assert [s.tokens.tolist() for s in ours.samples] == [
+            s.tokens.tolist() for s in theirs.samples
+        ]
+        assert [s.reward for s in ours.samples] == [s.reward for s in theirs.samples]
+    threads.clear()
+    run(make_rollout(n=4, limit=LONG // 4 - 1, decode_all=decode_all)(ROW, RolloutContext("0:r7")))
+    assert threads == ["MainThread"]
 
 
 def test_draws_depend_on_run_group_and_purpose_only() -> None:
