@@ -146,7 +146,7 @@ class LocalBackend:
 
     @torch.no_grad()
     def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
-        waiting = list(batches)
+        waiting = list(batches) if needs else []
         while waiting:
             parts = fit_to_budget(waiting[:1], self.budget)
             try:

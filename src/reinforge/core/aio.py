@@ -8,9 +8,10 @@ import signal
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import Any, Generic, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -156,6 +157,30 @@ class EventLoop:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+
+class Meanwhile(Generic[T]):
+    """What a function returns or raises, called in a thread of its own: `after` so many seconds, by
+    when the device has work and this thread has time, or as soon as somebody asks for the `result`.
+    It does not keep the program from ending.
+    """
+
+    def __init__(self, function: Callable[[], T], name: str, *, after: float = 0.0):
+        self._found: Future[T] = Future()
+        self._asked = threading.Event()
+        call = partial(self._call, function, after)
+        threading.Thread(target=call, name=name, daemon=True).start()
+
+    def _call(self, function: Callable[[], T], after: float) -> None:
+        self._asked.wait(after)
+        try:
+            self._found.set_result(function())
+        except BaseException as error:
+            self._found.set_exception(error)
+
+    def result(self) -> T:
+        self._asked.set()
+        return self._found.result()
 
 
 class SerialThread:

@@ -8,6 +8,8 @@ import hashlib
 import json
 from collections.abc import Sequence
 
+import numpy as np
+
 
 def seed_of(*parts: object) -> int:
     """A 63-bit seed from (run seed, step, sample uid, purpose, ...).
@@ -24,3 +26,15 @@ def seed_of(*parts: object) -> int:
 def tokens_hash(completions: Sequence[Sequence[int]]) -> str:
     """A name for these exact ids: what was answered to them is answered to no others."""
     return hashlib.sha256(json.dumps([list(c) for c in completions]).encode()).hexdigest()[:32]
+
+
+def answers_hash(completions: Sequence[Sequence[int]]) -> str:
+    """Another name for these exact ids, in half the time: a GPU waits for it while long answers are
+    scored.
+    """
+    total = hashlib.blake2b(digest_size=16)
+    for ids in completions:
+        numbers = np.fromiter(ids, np.int64, len(ids))
+        total.update(len(numbers).to_bytes(8, "little"))
+        total.update(numbers.data)
+    return total.hexdigest()

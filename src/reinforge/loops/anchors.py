@@ -9,6 +9,7 @@ at which two runs part.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import platform
 import struct
 from collections.abc import Iterable, Sequence
@@ -68,11 +69,19 @@ def weights_digest(backend: Backend) -> str | None:
         return None  # to ask ranks or actors for them would gather them
     named = sorted(backend.model.module.named_parameters())
     trained = [(name, p) for name, p in named if p.requires_grad] or named
-    values: list[Any] = []
-    for name, parameter in trained:
-        flat = parameter.detach().reshape(-1)
-        values += [name, flat[:: max(1, len(flat) // SPACED)]]
-    return _hash(values)
+    flat = [p.detach().reshape(-1) for _, p in trained]
+    spaced = to_host([x[:: max(1, len(x) // SPACED)] for x in flat])
+    return _hash(itertools.chain(*zip((name for name, _ in trained), spaced, strict=True)))
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """These in host memory: where they are of one kind on a GPU, by one copy instead of hundreds
+    that are waited for.
+    """
+    kinds = {(x.dtype, x.device) for x in tensors}
+    if len(kinds) != 1 or not tensors[0].is_cuda:
+        return list(tensors)
+    return list(torch.cat(list(tensors)).cpu().split([len(x) for x in tensors]))
 
 
 def machine(backend: Backend) -> dict[str, Any]:

@@ -147,6 +147,7 @@ class RLTrainer:
         with run.phase("train"):
             updates = Updates()
             if not step.skipped:
+                run.begin_digests(step)
                 updates = await self._aside(self._update, prepared.minibatches, trace)
             metrics = updates.metrics() | prepared.measured
             if not self._waits() and not step.skipped:

@@ -26,6 +26,7 @@ from reinforge.checkpoint.hub import HubRepository, HubSink
 from reinforge.checkpoint.lock import RunLock
 from reinforge.config.schema import Config
 from reinforge.core import garbage
+from reinforge.core.aio import Meanwhile
 from reinforge.core.errors import InputError, ReinforgeError, StoppedByPolicy, Terminated
 from reinforge.core.metrics import Metrics
 from reinforge.core.redact import redact, redact_settings
@@ -68,6 +69,7 @@ DOING = {
 IN_A_STEP = ("generate", "reward_wait", "prepare", "annotate", "train")
 OUT_OF_TIME = "run.max_seconds:"  # how the reason begins
 BY_DOCTOR = "the doctor found"
+UNTIL_BUSY = 0.3  # seconds of an update after which the device has work for some time
 UNCONTAINED = "uncontained"  # the kind of event
 
 
@@ -143,6 +145,7 @@ class Run:
         # samples of the newest step, where they are recorded only if no step follows
         # writes samples and groups of the newest step, where only a last step has them written
         self._write_step: Callable[[], None] | None = None
+        self._digests: Meanwhile[dict[str, list[str]]] | None = None  # of the step that is trained
 
     # ---- begin ----
 
@@ -487,13 +490,23 @@ class Run:
         limit = self.cfg.run.log.samples
         self.recorder.write_samples(sample_records(step, groups, limit, training=training))
 
+    def begin_digests(self, opened: RunStep) -> None:
+        """From now on nothing changes what a step trains on. Its samples are told apart by their
+        digests, which are made while the device works.
+        """
+        work = partial(samples_digests, opened.samples)
+        self._digests = Meanwhile(work, "digests", after=UNTIL_BUSY)
+
     def _anchor(self, opened: RunStep, step: TrainingStep) -> None:
         """What the step can be found and compared by."""
+        digests, self._digests = self._digests, None
         self.recorder.anchor(
             self.step,
             {
                 **self._place(),
-                "samples": samples_digests(opened.samples),
+                "samples": (
+                    samples_digests(opened.samples) if digests is None else digests.result()
+                ),
                 "update": update_digest([*step.policy, *step.critic]),
                 "weights": weights_digest(self.checkpointer.backend),
                 "by_caller": sorted({*opened.changed, *(["skipped"] if opened.skipped else [])}),

@@ -68,6 +68,7 @@ class SupervisedTrainer:
         reports = []
         with run.phase("train"):
             if not step.skipped:
+                run.begin_digests(step)
                 found = self.backend.forward_backward(batches, self.loss, Totals.of(batches))
                 if self.ptx is not None:
                     found |= self.ptx.add()

@@ -36,6 +36,7 @@ from reinforge.models.packed import PackedModel
 # where the weights of a product come from: they are not quantised, they are quantised now, or an
 # engine has quantised them
 Source = Literal["plain", "fresh", "copies"]
+MARK = "fp8_layers"  # on a trunk: what multiplies its layers in FP8
 
 
 @dataclass(slots=True)
@@ -77,13 +78,17 @@ class Fp8Layers:
         fp8.check_device(model.device, where)
         _refuse_others(model, where)
         join(model.module)
-        return cls(_families(model.layers))
+        made = cls(_families(model.layers))
+        vars(model.trunk)[MARK] = made
+        return made
 
     @staticmethod
     def found(model: PackedModel) -> Fp8Layers | None:
-        """Those that were made of this model; None: there are none."""
-        parts = (_part(module) for module in model.layers.modules())
-        return next((part.layers for part in parts if part is not None), None)
+        """Those that were made of this model; None: there are none. An engine asks in every round,
+        so that it is written down and not looked for.
+        """
+        made: Fp8Layers | None = vars(model.trunk).get(MARK)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Layers:
         """Of a copied module: it computes in the same way, and has no copies of an engine."""
@@ -231,6 +236,7 @@ def copy_of(linears: Sequence[nn.Linear]) -> Fp8Weight | None:
 def plain(module: nn.Module) -> None:
     """Takes FP8 out of a module again, and not out of what it was copied from."""
     for layer in module.modules():
+        vars(layer).pop(MARK, None)
         part = _part(layer)
         if part is None:
             continue

@@ -30,6 +30,7 @@ class Journal:
     def __init__(self, path: Path | None):
         self.path = path
         self._entries: dict[tuple[str, str], Scores] = {}
+        self._groups: set[str] = set()  # of the entries
         self._faults: dict[tuple[str, str], dict[str, int]] = {}
         self._choices: dict[tuple[str, ...], list[str]] = {}
         self._episodes: dict[str, dict[str, Any]] = {}
@@ -49,7 +50,12 @@ class Journal:
                     self._episodes[entry["episode"]] = entry["record"]
                 else:
                     self._entries[entry["group"], entry["tokens"]] = entry["scores"]
+                    self._groups.add(entry["group"])
                     self._faults[entry["group"], entry["tokens"]] = entry.get("faults", {})
+
+    def knows(self, group: str) -> bool:
+        """Whether there are scores of answers of a group, whatever those were."""
+        return group in self._groups
 
     def find(self, group: str, tokens: str) -> Scores | None:
         return self._entries.get((group, tokens))
@@ -64,6 +70,7 @@ class Journal:
         if self.path is None or not scores:
             return
         self._entries[group, tokens] = scores
+        self._groups.add(group)
         self._faults[group, tokens] = dict(faults or {})
         self._append(
             self.path,
@@ -109,6 +116,7 @@ class Journal:
         called once it is on disk. Until then a crash needs all of it.
         """
         self._entries.clear()
+        self._groups.clear()
         self._faults.clear()
         self._choices.clear()
         self._episodes.clear()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from reinforge.core.errors import InputError
 from reinforge.core.faults import Fault
 from reinforge.core.sample import Row
-from reinforge.core.seeds import tokens_hash
+from reinforge.core.seeds import answers_hash, tokens_hash
 from reinforge.rewards.combine import combined, gates_of
 from reinforge.rewards.function import FunctionReward
 from reinforge.rewards.normalization import RewardNormalization
@@ -64,7 +64,9 @@ class RewardScorer:
         `rows` are one row, or the same with columns of their own. A score that is lost (its reward
         hung, died or raised) is NaN here and in the journal; `total` takes it out.
         """
-        bound = tokens_hash(tokens)
+        bound = answers_hash(tokens)
+        if self.journal.knows(group) and self.journal.find(group, bound) is None:
+            bound = tokens_hash(tokens)  # an earlier version wrote it
         known = self.journal.find(group, bound) or {}
         faults = self.journal.faults(group, bound)
         why: dict[str, str] = {}

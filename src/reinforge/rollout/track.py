@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from reinforge.core import routes
-from reinforge.core.arrays import ints
 from reinforge.core.engine import Completion
 from reinforge.core.sample import Sample
 
@@ -57,11 +56,12 @@ class TokenTrack:
         versions = np.full(len(self.tokens), -1, dtype=np.int32)  # -1 where not sampled
         for start, turn in self.turns:
             part = slice(start, start + len(turn.tokens))
+            size = len(turn.tokens)
             trained[part] = True
-            logprobs[part] = turn.logprobs
+            logprobs[part] = np.fromiter(turn.logprobs, np.float32, size)
             # mostly all are the same, and a list takes longer than one number
-            found = set(turn.versions)
-            versions[part] = found.pop() if len(found) == 1 else turn.versions
+            same = size and turn.versions.count(turn.versions[0]) == size
+            versions[part] = turn.versions[0] if same else turn.versions
         token_rewards = None
         if self.rewards:
             token_rewards = torch.zeros(len(self.tokens))
@@ -76,7 +76,7 @@ class TokenTrack:
             uid=uid,
             group=group,
             episode=episode,
-            tokens=ints(self.tokens),
+            tokens=torch.from_numpy(np.fromiter(self.tokens, np.int64, len(self.tokens))),
             trained=torch.from_numpy(trained),
             logprobs=torch.from_numpy(logprobs),
             versions=torch.from_numpy(versions),

@@ -184,10 +184,13 @@ def test_auto_budget_is_recorded_and_an_explicit_one_wins() -> None:
     assert explicit.budget == 77
 
 
-def test_reference_and_old_are_filled_only_when_asked() -> None:
+def test_reference_and_old_are_filled_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is asked for, nothing is sent to the device either."""
     backend = make_backend()
     batches = pack(make_samples(), 64)
-    backend.annotate(batches, frozenset())
+    with monkeypatch.context() as patched:
+        patched.delattr(Batch, "to")
+        backend.annotate(batches, frozenset())
     assert set(batches[0].streams) == {"behaviour", "advantages"} and backend.frozen is None
 
 

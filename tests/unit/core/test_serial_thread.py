@@ -1,4 +1,4 @@
-"""A thread that does one thing after the other."""
+"""Threads that do one thing after the other, and one thing meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from reinforge.core.aio import SerialThread
+from reinforge.core.aio import Meanwhile, SerialThread
 
 
 def named(name: str) -> list[threading.Thread]:
@@ -68,3 +68,30 @@ def test_the_thread_ends_with_its_owner() -> None:
     gc.collect()
     running.join(5)
     assert not running.is_alive()
+
+
+def test_what_is_done_meanwhile_is_there_when_it_is_asked_for() -> None:
+    """Who asks early does not wait for the moment at which it would have begun."""
+    begun = threading.Event()
+
+    def work() -> int:
+        begun.set()
+        return 7
+
+    start = time.monotonic()
+    late = Meanwhile(work, "late", after=3600.0)
+    assert not begun.wait(0.05)
+    assert late.result() == 7 and late.result() == 7
+    assert time.monotonic() - start < 60.0
+    begun.clear()
+    soon = Meanwhile(work, "soon", after=0.01)
+    assert begun.wait(60.0) and soon.result() == 7  # nobody asked, and it began
+    assert not [thread for thread in named("late") + named("soon") if not thread.daemon]
+
+
+def test_what_was_raised_meanwhile_comes_out() -> None:
+    def fail() -> int:
+        raise KeyError("gone")
+
+    with pytest.raises(KeyError, match="gone"):
+        Meanwhile(fail, "fails").result()

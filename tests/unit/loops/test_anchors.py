@@ -13,7 +13,13 @@ from reinforge.backends.local import LocalBackend
 from reinforge.core.backend import Backend
 from reinforge.core.report import StepReport
 from reinforge.core.sample import Sample
-from reinforge.loops.anchors import SPACED, samples_digests, update_digest, weights_digest
+from reinforge.loops.anchors import (
+    SPACED,
+    samples_digests,
+    to_host,
+    update_digest,
+    weights_digest,
+)
 
 
 def test_one_bit_of_any_weight_is_seen() -> None:
@@ -27,6 +33,17 @@ def test_one_bit_of_any_weight_is_seen() -> None:
         assert weights_digest(backend) != before
         flat[-1] = kept
         assert weights_digest(backend) == before
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_values_on_their_way_to_the_host_stay_what_they_are(device: str) -> None:
+    """Of one kind they go together, of several one by one: the same values in the same order."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    wide = [torch.arange(7.0), torch.tensor([]), torch.arange(3.0) + 0.5]
+    for values in (wide, [*wide, torch.arange(4)]):
+        found = to_host([x.to(device) for x in values])
+        assert all(torch.equal(a, b) and not a.is_cuda for a, b in zip(found, values, strict=True))
 
 
 def test_weights_of_other_processes_are_not_gathered() -> None:

@@ -21,7 +21,7 @@ from reinforge.core.engine import Sampling
 from reinforge.core.env import RolloutContext
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Group, Row, Sample, Stop
-from reinforge.core.seeds import tokens_hash
+from reinforge.core.seeds import answers_hash, tokens_hash
 from reinforge.data.cursor import Cursor
 from reinforge.engines.native import NativeEngine
 from reinforge.loops.rl import trainable
@@ -359,16 +359,31 @@ def test_pure_rewards_are_not_journalled_and_cut_lines_are_skipped(tmp_path: Pat
     assert found.find("b", "2") is None
 
 
-def test_tokens_hash_sees_every_token_and_border() -> None:
-    assert (
-        len(
-            {
-                tokens_hash(c)
-                for c in ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]], [[1, 2], [4]], [[12], [3]])
-            }
-        )
-        == 5
-    )
+@pytest.mark.parametrize("name", [tokens_hash, answers_hash])
+def test_a_name_of_tokens_sees_every_token_and_border(
+    name: Callable[[list[list[int]]], str],
+) -> None:
+    different = ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]], [[1, 2], [4]], [[12], [3]], [[], []])
+    assert len({name(c) for c in different}) == len(different)
+    assert name([[1, 2], [3]]) == name([[1, 2], [3]])
+
+
+def test_scores_that_an_earlier_version_journalled_are_found(tmp_path: Path) -> None:
+    """It named the answers by another hash."""
+    calls: list[int] = []
+
+    def moody(completions: list[str]) -> list[float]:
+        calls.append(1)
+        return [float(len(calls))] * len(completions)
+
+    path = tmp_path / "j"
+    made = run(make_rollout(reward=moody, journal=Journal(path))(ROW, RolloutContext("g")))
+    answers = [s.tokens[s.trained].tolist() for s in made.samples]
+    text = path.read_text()
+    assert answers_hash(answers) in text
+    path.write_text(text.replace(answers_hash(answers), tokens_hash(answers)))
+    again = run(make_rollout(reward=moody, journal=Journal(path))(ROW, RolloutContext("g")))
+    assert len(calls) == 1 and [s.reward for s in again.samples] == [1.0] * 4
 
 
 # the source
