@@ -179,6 +179,15 @@ class Decoder:
         """Rows of a batch of this many sequences: graphs exist for some sizes only."""
         return bucket(rows) if self.graphs else rows
 
+    def shrinks(self, live: int, rows: int, drafts: int) -> bool:
+        """Whether a batch of `rows`, of which so many are still alive, is to become a smaller one.
+        On a GPU who drafts waits for what is in flight then, since the host has to write down what
+        everybody said: so a quarter of the batch it has to be.
+        """
+        size = self.size(live)
+        waits = self.graphs and drafts > 0
+        return 4 * size <= rows if waits else size < rows
+
     def parts(self, rows: DecodeBatch, steps: int) -> int:
         """How many programs share the keys of a sequence in the next steps."""
         from reinforge.models.kernels.paged_attention import parts_of

@@ -751,7 +751,7 @@ class NativeEngine:
         if self._rows is None:
             self._running = []
             self._arrange(live, self._rows_of(live))
-        elif self.decoder.size(len(live)) < len(self._rows.newest):
+        elif self.decoder.shrinks(len(live), len(self._rows.newest), drafts):
             self._arrange()
         assert self._rows is not None
         self._rows.constrain(self._running if constrained else [])
