@@ -183,7 +183,7 @@ def test_rows_in_the_tensors_of_graphs_say_the_same(
     ("graphs", "drafts", "smaller"), [(False, 0, 16), (False, 3, 16), (True, 0, 16), (True, 3, 8)]
 )
 def test_when_a_batch_becomes_smaller(graphs: bool, drafts: int, smaller: int) -> None:
-    """As soon as a smaller one holds who is left; with drafts on a GPU a quarter of it has to do."""
+    """As soon as a smaller one holds who is left; with drafts on a GPU a quarter must hold them."""
     engine = make_engine(4, 1, buckets=True, graphs=graphs)
     shrinking = [n for n in range(1, 33) if engine.decoder.shrinks(n, 32, drafts)]
     assert shrinking == list(range(1, smaller + 1))
