@@ -178,9 +178,10 @@ def main() -> None:
         f" {best['accuracy']:.1%} after {best['seconds']:.0f} s"
     )
     if args.peer_python:
-        result["peers"] = run_peer(
-            args.peer_python, args.peer_path, "trl_learn.py", args.model, str(args.rows), "60"
-        )
+        # as many steps as ours, unless ours go on until the time is over
+        steps = cfg.train.steps if args.recipe == "anchor" else ANCHOR["train.steps"]
+        asked = (args.model, str(args.rows), str(steps))
+        result["peers"] = run_peer(args.peer_python, args.peer_path, "trl_learn.py", *asked)
         print(json.dumps(result["peers"]))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1))
