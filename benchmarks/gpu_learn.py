@@ -24,6 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
 from gpu_step import run_peer
 
 from reinforge.build.run import train_config
@@ -86,10 +87,7 @@ def config(args: argparse.Namespace, folder: str) -> Any:
         tree["run"]["max_seconds"] = args.seconds
     settings = dict(ANCHOR if args.recipe == "anchor" else BEST)
     settings.update(
-        {
-            key: json.loads(value) if value[:1] in "[{0123456789.tf" else value
-            for key, value in (s.split("=", 1) for s in args.set)
-        }
+        {key: yaml.safe_load(value) for key, value in (s.split("=", 1) for s in args.set)}
     )
     for key, value in settings.items():
         place = tree

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Sequence
-
-import numpy as np
 
 
 def seed_of(*parts: object) -> int:
@@ -34,7 +33,6 @@ def answers_hash(completions: Sequence[Sequence[int]]) -> str:
     """
     total = hashlib.blake2b(digest_size=16)
     for ids in completions:
-        numbers = np.fromiter(ids, np.int64, len(ids))
-        total.update(len(numbers).to_bytes(8, "little"))
-        total.update(numbers.data)
+        total.update(len(ids).to_bytes(8, "little"))
+        total.update(array("q", ids))
     return total.hexdigest()

@@ -8,11 +8,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
-from reinforge.core.aio import SerialThread
 from reinforge.core.engine import Completion, Engine, Sampling
 from reinforge.core.env import RolloutContext
 from reinforge.core.sample import Group, Row, Sample, Stop
@@ -24,6 +22,7 @@ from reinforge.rollout.first_finished import all_finished
 from reinforge.rollout.generation_done import Countdown
 from reinforge.rollout.journal import Journal, Scores
 from reinforge.rollout.scoring import RewardScorer
+from reinforge.rollout.texts import TextThread
 from reinforge.rollout.track import TokenTrack
 
 LONG = 4096  # tokens of a group whose texts are worth a thread
@@ -67,10 +66,10 @@ class SingleTurn:
         self.decode = decode
         # of the answers to a prompt, where that is quicker than one by one
         self.decode_all = decode_all or (lambda answers: [decode(tokens) for tokens in answers])
-        # while one group's texts are made others are scored; one after the other, so that groups
-        # are done in the order in which they were generated
+        # while texts are made others are scored; in order, so that groups are done in the order in
+        # which they were generated
         long = n * sampling.max_new_tokens >= LONG
-        self._texts = SerialThread("texts") if long else None
+        self._texts = TextThread(self.decode_all) if long else None
         self.sampling = sampling
         self.n = n
         self.seed = seed
@@ -156,7 +155,7 @@ class SingleTurn:
         if self._texts is None:
             texts = self.decode_all(tokens)
         else:
-            texts = await self._texts.run(partial(self.decode_all, tokens))
+            texts = await self._texts.of(tokens)
         scores = await self.scorer.score([row] * len(texts), name, tokens, texts)
         return ScoredAnswers(completions, texts, scores)
 
