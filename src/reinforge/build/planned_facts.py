@@ -8,6 +8,7 @@ from typing import Any
 
 from reinforge.backends.roofline import Machine
 from reinforge.build.ranks import ranks_planned
+from reinforge.config.saved_adapter import as_saved
 from reinforge.config.schema import Config
 from reinforge.core.model_facts import ModelFacts
 from reinforge.models.weight_kinds import WeightCounts
@@ -17,7 +18,7 @@ def facts_before_loading(
     cfg: Config, machine: Machine, shape: Any, counts: WeightCounts
 ) -> ModelFacts:
     """The model from its configuration, with its weights counted on a model without numbers."""
-    adapter = cfg.adapter
+    adapter = None if cfg.adapter is None else as_saved(cfg.adapter)
     narrow = {"cpu": "float32"}.get(machine.kind)
     return ModelFacts.of(
         shape.get_text_config(),

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from reinforge.config.adapter import AdapterConfig
+from reinforge.config.saved_adapter import CONFIG, read_adapter
 from reinforge.core.errors import InputError, said_by
 from reinforge.models.adapter_dropout import add_dropout
 from reinforge.models.expert_adapters import unwrapped
@@ -32,6 +33,10 @@ from reinforge.models.experts import computes, experts_forward
 from reinforge.models.lora_linear import LeanLora, join_adapters
 
 LOG = logging.getLogger("reinforge")
+# what peft warns of where weights of a saved adapter are not there, or have no place
+MISSING = re.compile(r"Found missing adapter keys|target_parameters=.* no parameter was matched")
+# and where it takes a pattern of parameters for one of layers, which is no loss
+PATTERNS = re.compile("The following (rank|alpha)_pattern keys")
 _NEW = "_begins_as_its_base"  # on a wrapped module: its adapter adds nothing before the first step
 
 
@@ -50,11 +55,12 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
     Adapter weights are float32 (they are small and learn at small rates) and initialised by `seed`.
     `head` names a layer (of a reward model) that has no adapter and is trained whole.
     """
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, get_peft_model
 
     _refuse_tied(module, cfg.modules_to_save)
     if cfg.path:
-        wrapped = PeftModel.from_pretrained(module, cfg.path, is_trainable=True)
+        read_adapter(cfg.path)
+        wrapped = _loaded(module, cfg.path)
     else:
         modules, stacked = _by_kind(module, cfg)
         left_out = _left_out(module, cfg, head)
@@ -76,12 +82,28 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             torch.manual_seed(seed)
             # peft names ranks of parameters by patterns, and then looks for layers of these names
-            warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+            warnings.filterwarnings("ignore", message=PATTERNS.pattern)
             try:
                 wrapped = get_peft_model(module, lora)
             except ValueError as error:
+                if "ParamWrapper" in str(error):
+                    raise InputError(
+                        f"{cfg.kind} is for linear layers, and the experts of this model lie"
+                        " stacked.",
+                        where="adapter.kind",
+                        fix="Leave it out, or name layers in adapter.targets ([q_proj, v_proj]).",
+                    ) from error
                 raise InputError(
                     said_by(error), where="adapter.targets", fix=_names_to_use(module)
+                ) from error
+            except TypeError as error:
+                if not cfg.modules_to_save:
+                    raise
+                raise InputError(
+                    f"{', '.join(cfg.modules_to_save)} cannot be trained whole: peft cannot for"
+                    " experts, and for what has an adapter by adapter.targets.",
+                    where="adapter.modules_to_save",
+                    fix="Leave it out; adapter.targets can name routers (gate) and experts.",
                 ) from error
             except AttributeError as error:
                 if cfg.init != "pissa":
@@ -100,6 +122,39 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
     add_dropout(wrapped, cfg.dropout)
     make_lean(wrapped)
     setattr(wrapped, _NEW, not cfg.path and cfg.init == "default")
+    return wrapped
+
+
+def _loaded(module: Any, path: str) -> Any:
+    """The module with a saved adapter, all of whose weights are there and find their place."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            wrapped = PeftModel.from_pretrained(module, path, is_trainable=True)
+        except (RuntimeError, ValueError, KeyError) as error:
+            lines = [line.strip() for line in str(error).splitlines()]
+            first = next((line for line in lines[1:] if line), lines[0] if lines else "")
+            raise InputError(
+                f"the adapter in {path} is not one of this model: {first.rstrip('.')}.",
+                where="adapter.path",
+                fix="Give an adapter that was trained on this base model.",
+            ) from error
+    for one in told:
+        text = str(one.message)
+        if MISSING.match(text):
+            names = re.findall(r"base_model[\w.]*", text)
+            some = f", e.g. {names[0]}" if names else ""
+            raise InputError(
+                f"the adapter in {path} has no weights for {len(names)} parts of this model that"
+                f" its {CONFIG} names{some}.",
+                where="adapter.path",
+                fix="Give the adapter of this base model, with all of its weights.",
+            )
+    for one in told:
+        if not PATTERNS.match(str(one.message)):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
     return wrapped
 
 

@@ -361,7 +361,16 @@ def _load_module(
             )
         kwargs |= {"quantization_config": quantization(dtype), "device_map": {"": device}}
     load = partial(kind.from_pretrained, source, dtype=dtype, output_loading_info=True, **kwargs)
-    module, info = _fetch("model", cfg, load, where)
+    try:
+        module, info = _fetch("model", cfg, load, where)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise InputError(
+            f"the weights of {cfg.path} have other sizes than its config.json says.",
+            where=where,
+            fix="Give the configuration that was saved with these weights.",
+        ) from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(

@@ -4,14 +4,13 @@ numbers. `plan` counts on it what a run holds and trains.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from reinforge.config.adapter import AdapterConfig
+from reinforge.config.saved_adapter import as_saved
 from reinforge.config.train import TrainConfig
 from reinforge.core.model_facts import ModelFacts
 from reinforge.models.adapters import add_adapter
@@ -50,13 +49,4 @@ def _as_new(adapter: AdapterConfig) -> AdapterConfig:
     plain: dict[str, Any] = {"init": "default", "path": None, "dropout": 0.0}
     if adapter.kind == "qlora":
         plain["kind"] = "lora"
-    if adapter.path is not None:
-        saved = json.loads((Path(adapter.path) / "adapter_config.json").read_text())
-        targets = saved["target_modules"]
-        stacked = saved.get("target_parameters") or []
-        plain |= {
-            "rank": saved["r"],
-            "targets": targets if isinstance(targets, str) else sorted({*targets, *stacked}),
-            "modules_to_save": saved.get("modules_to_save") or [],
-        }
-    return adapter.model_copy(update=plain)
+    return as_saved(adapter).model_copy(update=plain)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from reinforge.algorithms.catalogue import spec_of
+from reinforge.config.saved_adapter import as_known
 from reinforge.config.schema import Config
 from reinforge.version import __version__
 from reinforge.watch.ending import SUMMARY, ungrouped
@@ -89,7 +90,7 @@ def card(
         "---",
     ]
     adapter = (
-        f", LoRA of rank {config.adapter.rank}{' (merged)' if form != 'adapter' else ''}"
+        f", LoRA of rank {as_known(config.adapter).rank}{' (merged)' if form != 'adapter' else ''}"
         if config.adapter
         else ""
     )

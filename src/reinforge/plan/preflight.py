@@ -27,6 +27,7 @@ from reinforge.config.recipes import how_to_make
 from reinforge.config.rollout import RolloutConfig
 from reinforge.config.rules.check import doubts
 from reinforge.config.rules.machine import missing
+from reinforge.config.saved_adapter import as_known, overruled
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.hub_trouble import hub_token
@@ -223,7 +224,7 @@ def _step_summary(config: Config) -> dict[str, Any]:
     rl = config.algorithm.rl
     per_step = config.train.prompts_per_step
     samples = per_step * config.algorithm.group_size if rl else per_step
-    adapter = config.adapter
+    adapter = config.adapter and as_known(config.adapter)
     targets = adapter and (
         adapter.targets if isinstance(adapter.targets, str) else ", ".join(adapter.targets)
     )
@@ -344,21 +345,16 @@ def _check_model(config: Config, report: PlanReport) -> None:
             f"{template} is neither the name of a chat template nor a file.",
             f"There are: {', '.join(CHAT_TEMPLATES)}.",
         )
-    if adapter and adapter.path and not (Path(adapter.path) / "adapter_config.json").is_file():
-        what = "has no adapter_config.json" if Path(adapter.path).is_dir() else "is no directory"
-        report.refuse(
-            "adapter.path", f"{adapter.path} {what}.", "Give the directory of a saved adapter."
-        )
-    elif adapter and adapter.path:
-        kind = json.loads((Path(adapter.path) / "adapter_config.json").read_text()).get(
-            "peft_type", "LORA"
-        )
-        if kind != "LORA":
-            report.refuse(
-                "adapter.path",
-                f"{adapter.path} is an adapter of the kind {kind}.",
-                "Give a LoRA adapter (DoRA and rsLoRA are LoRA too).",
-            )
+    if adapter and adapter.path:
+        try:
+            for told in overruled(adapter):
+                report.warn(
+                    f"adapter.{told.partition(':')[0]}",
+                    f"a saved adapter stays what it is: {told}.",
+                    "Leave it out, or leave out adapter.path for a new one.",
+                )
+        except InputError as error:
+            report.errors.append(str(error))
 
 
 def _check_source(key: str, source: str, options: dict[str, Any], report: PlanReport) -> None:

@@ -32,6 +32,7 @@ from reinforge.cluster.scaling import (
     replica,
     simulate,
 )
+from reinforge.config.saved_adapter import as_saved
 from reinforge.config.schema import Config
 from reinforge.core.errors import InputError
 from reinforge.core.model_facts import ModelFacts
@@ -90,7 +91,7 @@ def facts_of(cfg: Config) -> ModelFacts:
         from reinforge.models.load import load_config
 
         shape = load_config(cfg.model).get_text_config()
-    adapter = cfg.adapter
+    adapter = None if cfg.adapter is None else as_saved(cfg.adapter)
     targets = tuple(adapter.targets) if adapter and not isinstance(adapter.targets, str) else None
     return ModelFacts.of(
         shape,

@@ -166,12 +166,14 @@ def _from_config(
         return FunctionReward(cfg.name, asked, cfg.weight)
     if cfg.name in FUNCTIONS:
         parameters = inspect.signature(FUNCTIONS[cfg.name]).parameters
+        # what comes with a row, and what swallows the rest of it, are no options
+        known = [name for name, one in parameters.items() if one.default is not one.empty]
         unknown = set(cfg.options) - set(parameters)
         if unknown:
             raise InputError(
                 f"{cfg.name} has no option {', '.join(sorted(unknown))}.",
                 where=where.replace("name", "options"),
-                fix=f"It has: {', '.join(list(parameters)[1:])}.",
+                fix=f"It has: {', '.join(known)}." if known else "It has none.",
             )
         return with_execution(
             cfg, cfg.name, FUNCTIONS[cfg.name], where.removesuffix(".name"), ours=True

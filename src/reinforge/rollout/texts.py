@@ -15,7 +15,7 @@ Answers = Sequence[Sequence[int]]
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _GroupTexts:
     """Answers to a prompt whose texts are wanted, then their texts or what went wrong."""
 
     answers: Answers
@@ -32,16 +32,16 @@ class TextThread:
     def __init__(self, decode_all: Callable[[Answers], list[str]]):
         self.decode_all = decode_all
         self._thread = SerialThread("texts")
-        self._waiting: deque[_Waiting] = deque()  # in the order of the calls
+        self._waiting: deque[_GroupTexts] = deque()  # in the order of the calls
 
     async def of(self, answers: Answers) -> list[str]:
         """One text for each."""
-        group = _Waiting(answers)
+        group = _GroupTexts(answers)
         self._waiting.append(group)
         found: list[str] = await self._thread.run(partial(self._texts, group))
         return found
 
-    def _texts(self, group: _Waiting) -> list[str]:
+    def _texts(self, group: _GroupTexts) -> list[str]:
         if group.texts is None and group.error is None:
             self._make()
         if group.error is not None:
@@ -51,7 +51,7 @@ class TextThread:
 
     def _make(self) -> None:
         """The texts of those who wait, the first and as many more as belong to it."""
-        groups: list[_Waiting] = []
+        groups: list[_GroupTexts] = []
         tokens = 0
         while self._waiting and tokens < TOGETHER:
             groups.append(self._waiting.popleft())

@@ -37,6 +37,7 @@ NO_EXPERTS = "has no experts"
 
 # architecture, what its config.json has besides, sections: the key that is refused, and why
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
+    ("qwen3_moe", {"num_experts_per_tok": 99}, {}, "model.path", "to 99 experts"),
     ("qwen3_5", {}, {"train": SLICES}, "train.sequence_parallel", "keep state"),
     ("lfm2", {}, {"train": SLICES}, "train.sequence_parallel", "keep state"),
     ("llama", {}, {"train": {"router_aux_loss": 0.01}}, "train.router_aux_loss", NO_EXPERTS),

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from helpers.paths import SRC
 from helpers.toys import SilentView
@@ -203,7 +205,17 @@ def test_preflight_on_models_and_run_directories(model: Path, rows: Path, tmp_pa
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
     assert "This is an adapter" in only_error(make(adapter, rows, tmp_path))
-    assert preflight(make(model, rows, tmp_path, f"adapter.path={adapter}")).ok
+    broken = only_error(make(model, rows, tmp_path, f"adapter.path={adapter}"))
+    assert broken.startswith("adapter.path: ") and "has no r" in broken
+    (adapter / "adapter_config.json").write_text('{"r": 4, "target_modules": ["q_proj"]}')
+    save_file({"lora_A": torch.zeros(4, 8)}, adapter / "adapter_model.safetensors")
+    fine = preflight(make(model, rows, tmp_path, f"adapter.path={adapter}"))
+    assert fine.ok and not any("adapter" in warning for warning in fine.warnings)
+    assert fine.summary["trained"] == "LoRA of rank 4 on q_proj"
+    other = preflight(make(model, rows, tmp_path, f"adapter.path={adapter}", "adapter.rank=32"))
+    assert other.ok and other.summary["trained"] == "LoRA of rank 4 on q_proj"
+    [warning] = [one for one in other.warnings if "adapter" in one]
+    assert warning.startswith("adapter.rank: ") and "rank: 32, where it has 4" in warning
     # loading takes it for a directory too, and does not ask the hub
     with contextlib.chdir(tmp_path):
         (tmp_path / "models" / "small").mkdir(parents=True)

@@ -297,3 +297,11 @@ def test_total_leaves_out_a_component_that_could_not_be_scored() -> None:
     is unscored.
     """
     assert total({"a": None, "b": 1.0}, {"a": 2.0, "b": -0.5}) == -0.5
+
+
+def test_an_unknown_option_is_told_with_those_that_there_are() -> None:
+    """What comes with a row is none."""
+    with pytest.raises(InputError, match=r"exact_number has no option tolerence") as told:
+        build_rewards([RewardConfig(name="exact_number", options={"tolerence": 1})])
+    assert str(told.value.fix) == "It has: tolerance."
+    assert told.value.where == "rewards.0.options"

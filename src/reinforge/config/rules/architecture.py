@@ -32,11 +32,28 @@ def check(config: Sections, shape: Any) -> None:
 def refusals(config: Sections, shape: Any) -> Iterator[InputError]:
     """Everything that a model of this shape cannot do for a configuration."""
     facts = shape.to_dict()
+    yield from _of_choice(shape.get_text_config().to_dict())
     yield from _of_slices(config.train, facts)
     yield from _of_routers(config.train, facts)
     yield from _of_cuts(config.train, facts, shape.get_text_config())
     yield from _of_adapters(config.adapter, facts)
     yield from _of_features(config, facts)
+
+
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _of_choice(facts: Mapping[str, Any]) -> Iterator[InputError]:
+    """No token goes to more experts than there are."""
+    chosen = facts.get("num_experts_per_tok")
+    counts = [facts[key] for key in COUNTS if isinstance(facts.get(key), int) and facts[key]]
+    if isinstance(chosen, int) and counts and chosen > max(counts):
+        yield InputError(
+            f"its config.json sends every token to {chosen} experts (num_experts_per_tok) and has"
+            f" {max(counts)}.",
+            where="model.path",
+            fix="Give the configuration that was saved with the weights.",
+        )
 
 
 def _of_slices(train: TrainConfig, facts: Mapping[str, Any]) -> Iterator[InputError]:

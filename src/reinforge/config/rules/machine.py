@@ -21,6 +21,13 @@ def missing(config: Sections) -> Iterator[Problem]:
     yield from _engine(config)
     yield from _teachers(config)
     yield from _deepspeed(config)
+    is_qlora = config.adapter is not None and config.adapter.kind == "qlora"
+    if is_qlora and find_spec("bitsandbytes") is None:
+        yield Problem(
+            "adapter.kind",
+            "QLoRA needs bitsandbytes, which is not installed.",
+            "pip install 'reinforge[qlora]'",
+        )
     if config.cluster.kind == "ray" and find_spec("ray") is None:
         yield Problem(
             "cluster.kind",

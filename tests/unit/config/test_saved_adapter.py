@@ -1,0 +1,136 @@
+"""A saved adapter that is broken, or is another than the configuration says, is told by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.toy_architectures import make_architecture
+from helpers.toys import make_module
+from reinforge.config.adapter import AdapterConfig
+from reinforge.config.saved_adapter import CONFIG, as_known, as_saved, overruled, read_adapter
+from reinforge.core.errors import InputError
+from reinforge.models.adapters import add_adapter
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    cfg = AdapterConfig(rank=4, kind="rslora", targets=["q_proj", "v_proj"])
+    add_adapter(make_module("llama"), cfg, seed=0).save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def test_what_it_says_of_itself(saved: Path) -> None:
+    found = as_saved(AdapterConfig(path=str(saved), rank=32, targets=["k_proj"]))
+    assert (found.kind, found.rank, found.alpha) == ("rslora", 4, 8)
+    assert found.targets == ["q_proj", "v_proj"]
+    assert as_saved(AdapterConfig(rank=7)).rank == 7  # a new one
+
+
+def test_what_is_written_beside_it_and_is_not_so(saved: Path) -> None:
+    told = overruled(AdapterConfig(path=str(saved), rank=32, alpha=8, targets=["v_proj", "q_proj"]))
+    assert told == ["rank: 32, where it has 4"]
+    assert overruled(AdapterConfig(path=str(saved), targets=["k_proj"])) == [
+        "targets: ['k_proj'], where it has ['q_proj', 'v_proj']"
+    ]
+    assert overruled(AdapterConfig(path=str(saved))) == []
+
+
+def broken(saved: Path, how: str) -> str:
+    """Breaks it; what the error is to name."""
+    config = saved / CONFIG
+    weights = saved / WEIGHTS
+    if how == "json":
+        config.write_text('{"r": 4,')
+        return f"{config} is not JSON"
+    if how == "rank":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"r": 8}))
+        return f"{WEIGHTS} of {saved} has a rank of 4"
+    if how == "half":
+        weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+        return f"{weights} was cut off"
+    if how == "header":
+        weights.write_bytes(weights.read_bytes()[:40])
+        return f"{weights} cannot be read"
+    if how == "empty":
+        weights.write_bytes(b"")
+        return f"{weights} cannot be read"
+    if how == "weights":
+        weights.unlink()
+        return f"{saved} has no {WEIGHTS}"
+    if how == "kind":
+        config.write_text(json.dumps({"peft_type": "LOHA"}))
+        return "kind LOHA"
+    if how == "r":
+        config.write_text(json.dumps({"peft_type": "LORA", "target_modules": ["q_proj"]}))
+        return f"{config} has no r"
+    config.unlink()
+    (saved / "metrics.jsonl").touch()
+    return "`reinforge export RUN OUT`"
+
+
+@pytest.mark.parametrize(
+    "how", ["json", "rank", "half", "header", "empty", "weights", "kind", "r", "run"]
+)
+def test_a_broken_one_is_refused_by_name(saved: Path, how: str) -> None:
+    """By who reads it alone, and by who loads it."""
+    wanted = broken(saved, how)
+    cfg = AdapterConfig(path=str(saved))
+    with pytest.raises(InputError) as told:
+        read_adapter(str(saved))
+    assert told.value.where == "adapter.path" and wanted in str(told.value)
+    with pytest.raises(InputError) as told:
+        add_adapter(make_module("llama"), cfg, seed=0)
+    assert told.value.where == "adapter.path" and wanted in str(told.value)
+    assert as_known(cfg) is cfg
+
+
+def without(path: Path, part: str) -> None:
+    kept = {name: x for name, x in load_file(path).items() if part not in name}
+    save_file(kept, path)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
+def test_one_with_weights_missing_is_refused(tmp_path: Path, arch: str) -> None:
+    """peft would train on with random ones."""
+    make: Any = make_module if arch == "llama" else make_architecture
+    folder = tmp_path / "saved"
+    add_adapter(make(arch), AdapterConfig(rank=2), seed=0).save_pretrained(folder)
+    cfg = AdapterConfig(path=str(folder))
+    before = {n: p.clone() for n, p in add_adapter(make(arch), cfg, seed=1).named_parameters()}
+    assert any("lora_A" in name for name in before)
+    without(folder / WEIGHTS, "layers.1.mlp")
+    with pytest.raises(InputError, match="no weights for") as told:
+        add_adapter(make(arch), cfg, seed=0)
+    assert told.value.where == "adapter.path" and "layers.1.mlp" in str(told.value)
+
+
+def test_one_of_another_model_is_refused(tmp_path: Path, saved: Path) -> None:
+    """Of other sizes, and of experts on a model that has none."""
+    wide = make_module("llama")
+    for layer in wide.model.layers:
+        layer.self_attn.q_proj = torch.nn.Linear(
+            layer.self_attn.q_proj.in_features, 2 * layer.self_attn.q_proj.out_features, bias=False
+        )
+    with pytest.raises(InputError, match="not one of this model"):
+        add_adapter(wide, AdapterConfig(path=str(saved)), seed=0)
+    experts = tmp_path / "experts"
+    cfg = AdapterConfig(rank=2, targets=["q_proj", "gate_up_proj"])
+    add_adapter(make_architecture("qwen3_moe"), cfg, seed=0).save_pretrained(experts)
+    with pytest.raises(InputError) as told:
+        add_adapter(make_module("llama"), AdapterConfig(path=str(experts)), seed=0)
+    assert told.value.where == "adapter.path"
+
+
+def test_what_peft_cannot_train_whole_is_refused_by_name() -> None:
+    cfg = AdapterConfig(rank=2, modules_to_save=["gate"])
+    with pytest.raises(InputError, match="gate cannot be trained whole") as told:
+        add_adapter(make_architecture("qwen3_moe"), cfg, seed=0)
+    assert told.value.where == "adapter.modules_to_save"
