@@ -63,6 +63,8 @@ POINTS = (
     "step:end@5",
     "step:end@6",
 )
+# seconds of one run on a GPU, where several that compile the same kernels wait for each other
+COMPILING = 600.0
 AGAIN = 1 / 3  # share of trials whose resumed process is killed as well
 
 
@@ -74,6 +76,7 @@ class Bench:
     startup: float = 0.0  # of a forked run, seconds
     seconds: float = 0.0  # from the start-up's end to the run's end
     env: Mapping[str, str] = field(default_factory=dict)
+    limit: float = cli_runs.TIMEOUT  # seconds of one run
 
     def start(self, name: str, forked: bool, **env: str) -> cli_runs.Started:
         return cli_runs.start(
@@ -91,9 +94,9 @@ class Bench:
         cli_runs.start(["--version"], self.folder, env=self.env, forked=True).wait()
         for name, forked in (("whole", False), ("whole-forked", True)):
             process = self.start(name, forked)
-            process.until((self.folder / name / "events.jsonl").exists)
+            process.until((self.folder / name / "events.jsonl").exists, self.limit)
             self.startup = time.monotonic() - process.began
-            if process.wait() != 0:
+            if process.wait(self.limit) != 0:
                 raise SystemExit(f"the uninterrupted run failed:\n{process.output()}")
             events = cli_runs.lines(self.folder / name / "events.jsonl")
             self.seconds = events[-1]["time"] - events[0]["time"]
@@ -114,7 +117,7 @@ class Bench:
         kills = []
         while not kills:
             process = self.start(name, forked)
-            process.until((run_dir / "events.jsonl").exists)
+            process.until((run_dir / "events.jsonl").exists, self.limit)
             at = rng.uniform(0.0, self.seconds)
             time.sleep(at)
             if process.kill() == -signal.SIGKILL:
@@ -131,7 +134,7 @@ class Bench:
 
     def finish(self, name: str, forked: bool, expected: cli_runs.Evidence) -> list[str]:
         process = self.start(name, forked)
-        code = process.wait()
+        code = process.wait(self.limit)
         if code != 0:
             return [f"exit code {code}: {process.output()[-500:]}"]
         found = cli_runs.differences(self.folder / name, expected, self.steps)
@@ -142,13 +145,13 @@ class Bench:
     def digest(self, name: str) -> str:
         """That of a whole run."""
         process = self.start(name, False)
-        if process.wait() != 0:
+        if process.wait(self.limit) != 0:
             raise SystemExit(f"a whole run failed:\n{process.output()}")
         return cli_runs.evidence(self.folder / name).digest
 
     def crash(self, point: str, expected: cli_runs.Evidence) -> list[str]:
         name = "crash-" + point.replace(":", "-").replace("@", "-")
-        code = self.start(name, True, REINFORGE_CRASH_AT=point).wait()
+        code = self.start(name, True, REINFORGE_CRASH_AT=point).wait(self.limit)
         return (
             self.finish(name, True, expected)
             if code == -signal.SIGKILL
@@ -207,6 +210,8 @@ def main() -> int:
             return cli_runs.write_config(folder / name, model, args.algorithm, **asked)
 
         bench = Bench(folder, config_of("set", ON_GPU), steps, env=env)
+        if on_gpu:
+            bench.limit = COMPILING
         expected = bench.measure()
         print(
             f"{args.algorithm}: {steps} steps in {bench.seconds:.2f} s after a start-up of"
