@@ -146,7 +146,9 @@ class LocalBackend:
 
     @torch.no_grad()
     def annotate(self, batches: Sequence[Batch], needs: frozenset[str]) -> None:
-        waiting = list(batches) if needs else []
+        if not needs:
+            return
+        waiting = list(batches)
         while waiting:
             parts = fit_to_budget(waiting[:1], self.budget)
             try:

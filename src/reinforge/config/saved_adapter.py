@@ -33,7 +33,7 @@ def read_adapter(text: str) -> dict[str, Any]:
         raise InputError(f"{text} {what}.", where=WHERE, fix=fix)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}.", where=WHERE, fix=AGAIN) from error
     if not isinstance(found, dict):
         raise InputError(f"{path} is no JSON object.", where=WHERE, fix=AGAIN)
@@ -44,9 +44,8 @@ def read_adapter(text: str) -> dict[str, Any]:
             where=WHERE,
             fix="Give a LoRA adapter (DoRA and rsLoRA are LoRA too).",
         )
-    for key, kinds in (("r", int), ("target_modules", (str, list))):
-        if not isinstance(found.get(key), kinds):
-            raise InputError(f"{path} has no {key}.", where=WHERE, fix=AGAIN)
+    if not isinstance(found.get("r"), int):
+        raise InputError(f"{path} has no r.", where=WHERE, fix=AGAIN)
     _check_weights(folder, found)
     return found
 
@@ -81,7 +80,7 @@ def _shapes(file: Path) -> Iterator[tuple[str, list[int]]]:
             header = json.loads(opened.read(length)) if 8 + length <= size else {}
         header.pop("__metadata__", None)
         end = max(facts["data_offsets"][1] for facts in header.values())
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise InputError(
             f"{file} cannot be read: it is no file of safetensors, or was cut off.",
             where=WHERE,
@@ -89,7 +88,7 @@ def _shapes(file: Path) -> Iterator[tuple[str, list[int]]]:
         ) from error
     if 8 + length + end != size:
         raise InputError(
-            f"{file} was cut off: it has {size} bytes and says that it has {8 + length + end}.",
+            f"{file} is not whole: it has {size} bytes and says that it has {8 + length + end}.",
             where=WHERE,
             fix=AGAIN,
         )
@@ -104,7 +103,7 @@ def as_saved(adapter: AdapterConfig) -> AdapterConfig:
     if adapter.path is None:
         return adapter
     saved = read_adapter(adapter.path)
-    targets = saved["target_modules"]
+    targets = saved.get("target_modules") or []  # nothing where experts alone are adapted
     stacked = saved.get("target_parameters") or []
     kind = "dora" if saved.get("use_dora") else "rslora" if saved.get("use_rslora") else "lora"
     return adapter.model_copy(

@@ -145,10 +145,10 @@ def _loaded(module: Any, path: str) -> Any:
         text = str(one.message)
         if MISSING.match(text):
             names = re.findall(r"base_model[\w.]*", text)
-            some = f", e.g. {names[0]}" if names else ""
+            what = f"{len(names)} weights, e.g. {names[0]}" if names else "those of the experts"
             raise InputError(
-                f"the adapter in {path} has no weights for {len(names)} parts of this model that"
-                f" its {CONFIG} names{some}.",
+                f"the adapter in {path} and this model do not fit: its {CONFIG} names parts that"
+                f" there are no weights or no place for ({what}).",
                 where="adapter.path",
                 fix="Give the adapter of this base model, with all of its weights.",
             )

@@ -28,6 +28,8 @@ Function = Callable[..., Any]
 GivenReward = str | Function | Mapping[str, Any] | tuple[str | Function, float]
 GivenRewards = GivenReward | Sequence[GivenReward]
 
+OF_ROWS = {"answer", "entry"}  # columns that built-in rewards read, which are no options
+
 
 def describe_rewards(
     given: GivenRewards, declared: Sequence[RewardConfig] = ()
@@ -166,9 +168,13 @@ def _from_config(
         return FunctionReward(cfg.name, asked, cfg.weight)
     if cfg.name in FUNCTIONS:
         parameters = inspect.signature(FUNCTIONS[cfg.name]).parameters
-        # what comes with a row, and what swallows the rest of it, are no options
-        known = [name for name, one in parameters.items() if one.default is not one.empty]
-        unknown = set(cfg.options) - set(parameters)
+        # beside the completions, what comes with a row, and what swallows the rest of it
+        known = [
+            name
+            for name, one in list(parameters.items())[1:]
+            if one.kind is not one.VAR_KEYWORD and name not in OF_ROWS
+        ]
+        unknown = set(cfg.options) - set(known)
         if unknown:
             raise InputError(
                 f"{cfg.name} has no option {', '.join(sorted(unknown))}.",

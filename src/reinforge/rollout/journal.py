@@ -29,8 +29,7 @@ class Journal:
 
     def __init__(self, path: Path | None):
         self.path = path
-        self._entries: dict[tuple[str, str], Scores] = {}
-        self._groups: set[str] = set()  # of the entries
+        self._entries: dict[str, dict[str, Scores]] = {}  # by group and tokens
         self._faults: dict[tuple[str, str], dict[str, int]] = {}
         self._choices: dict[tuple[str, ...], list[str]] = {}
         self._episodes: dict[str, dict[str, Any]] = {}
@@ -49,16 +48,16 @@ class Journal:
                 elif "episode" in entry:
                     self._episodes[entry["episode"]] = entry["record"]
                 else:
-                    self._entries[entry["group"], entry["tokens"]] = entry["scores"]
-                    self._groups.add(entry["group"])
+                    own = self._entries.setdefault(entry["group"], {})
+                    own[entry["tokens"]] = entry["scores"]
                     self._faults[entry["group"], entry["tokens"]] = entry.get("faults", {})
 
     def knows(self, group: str) -> bool:
         """Whether there are scores of answers of a group, whatever those were."""
-        return group in self._groups
+        return group in self._entries
 
     def find(self, group: str, tokens: str) -> Scores | None:
-        return self._entries.get((group, tokens))
+        return self._entries.get(group, {}).get(tokens)
 
     def faults(self, group: str, tokens: str) -> dict[str, int]:
         """Which of the scores were missing, and why: timeouts and crashes happened only once."""
@@ -69,8 +68,7 @@ class Journal:
     ) -> None:
         if self.path is None or not scores:
             return
-        self._entries[group, tokens] = scores
-        self._groups.add(group)
+        self._entries.setdefault(group, {})[tokens] = scores
         self._faults[group, tokens] = dict(faults or {})
         self._append(
             self.path,
@@ -116,7 +114,6 @@ class Journal:
         called once it is on disk. Until then a crash needs all of it.
         """
         self._entries.clear()
-        self._groups.clear()
         self._faults.clear()
         self._choices.clear()
         self._episodes.clear()

@@ -64,9 +64,7 @@ class RewardScorer:
         `rows` are one row, or the same with columns of their own. A score that is lost (its reward
         hung, died or raised) is NaN here and in the journal; `total` takes it out.
         """
-        bound = answers_hash(tokens)
-        if self.journal.knows(group) and self.journal.find(group, bound) is None:
-            bound = tokens_hash(tokens)  # an earlier version wrote it
+        bound = self._name(group, tokens)
         known = self.journal.find(group, bound) or {}
         faults = self.journal.faults(group, bound)
         why: dict[str, str] = {}
@@ -107,6 +105,16 @@ class RewardScorer:
             self._faults[group] = faults
             self._why[group] = why
         return scores
+
+    def _name(self, group: str, tokens: Sequence[Sequence[int]]) -> str:
+        """What the answers are called in the journal: as an earlier version called them, if it
+        wrote their scores.
+        """
+        if self.journal.knows(group):
+            old = tokens_hash(tokens)
+            if self.journal.find(group, old) is not None:
+                return old
+        return answers_hash(tokens)
 
     def by_step(self) -> bool:
         """From now on rewards that judge single steps count as rewards of tokens (`steps`), not in

@@ -55,7 +55,7 @@ def broken(saved: Path, how: str) -> str:
         return f"{WEIGHTS} of {saved} has a rank of 4"
     if how == "half":
         weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-        return f"{weights} was cut off"
+        return f"{weights} is not whole"
     if how == "header":
         weights.write_bytes(weights.read_bytes()[:40])
         return f"{weights} cannot be read"
@@ -69,7 +69,7 @@ def broken(saved: Path, how: str) -> str:
         config.write_text(json.dumps({"peft_type": "LOHA"}))
         return "kind LOHA"
     if how == "r":
-        config.write_text(json.dumps({"peft_type": "LORA", "target_modules": ["q_proj"]}))
+        config.write_text(json.dumps({"peft_type": "LORA"}))
         return f"{config} has no r"
     config.unlink()
     (saved / "metrics.jsonl").touch()
@@ -107,7 +107,7 @@ def test_one_with_weights_missing_is_refused(tmp_path: Path, arch: str) -> None:
     before = {n: p.clone() for n, p in add_adapter(make(arch), cfg, seed=1).named_parameters()}
     assert any("lora_A" in name for name in before)
     without(folder / WEIGHTS, "layers.1.mlp")
-    with pytest.raises(InputError, match="no weights for") as told:
+    with pytest.raises(InputError, match="do not fit") as told:
         add_adapter(make(arch), cfg, seed=0)
     assert told.value.where == "adapter.path" and "layers.1.mlp" in str(told.value)
 
@@ -127,6 +127,16 @@ def test_one_of_another_model_is_refused(tmp_path: Path, saved: Path) -> None:
     with pytest.raises(InputError) as told:
         add_adapter(make_module("llama"), AdapterConfig(path=str(experts)), seed=0)
     assert told.value.where == "adapter.path"
+
+
+def test_one_of_experts_alone_goes_on(tmp_path: Path) -> None:
+    """Some write no list of layers then."""
+    cfg = AdapterConfig(rank=2, targets=["gate_up_proj"])
+    add_adapter(make_architecture("qwen3_moe"), cfg, seed=0).save_pretrained(tmp_path)
+    path = tmp_path / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_modules": None}))
+    assert as_saved(AdapterConfig(path=str(tmp_path))).rank == 2
+    read_adapter(str(tmp_path))
 
 
 def test_what_peft_cannot_train_whole_is_refused_by_name() -> None:

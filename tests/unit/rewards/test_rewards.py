@@ -299,9 +299,20 @@ def test_total_leaves_out_a_component_that_could_not_be_scored() -> None:
     assert total({"a": None, "b": 1.0}, {"a": 2.0, "b": -0.5}) == -0.5
 
 
-def test_an_unknown_option_is_told_with_those_that_there_are() -> None:
+@pytest.mark.parametrize(
+    ("name", "option", "known"),
+    [
+        ("exact_number", "tolerence", "tolerance"),
+        ("exact_number", "answer", "tolerance"),
+        ("reasoning_gym", "entry", "extract"),
+        ("regex", "patern", "pattern, full"),
+    ],
+)
+def test_an_unknown_option_is_told_with_those_that_there_are(
+    name: str, option: str, known: str
+) -> None:
     """What comes with a row is none."""
-    with pytest.raises(InputError, match=r"exact_number has no option tolerence") as told:
-        build_rewards([RewardConfig(name="exact_number", options={"tolerence": 1})])
-    assert str(told.value.fix) == "It has: tolerance."
+    with pytest.raises(InputError, match=f"{name} has no option {option}") as told:
+        build_rewards([RewardConfig.model_validate({"name": name, "options": {option: 1}})])
+    assert str(told.value.fix) == f"It has: {known}."
     assert told.value.where == "rewards.0.options"

@@ -52,18 +52,28 @@ def test_who_waits_is_made_together_with_the_first_of_them(monkeypatch: pytest.M
 
 
 def test_an_error_reaches_all_who_were_in_it_and_nobody_else() -> None:
+    go = threading.Event()
+
     def decode_all(answers: Answers) -> list[str]:
+        assert go.wait(60.0)
         if any(7 in ids for ids in answers):
             raise KeyError("no such token")
         return ["" for _ in answers]
 
     thread = TextThread(decode_all)
 
-    async def both() -> list[list[str] | BaseException]:
-        return await asyncio.gather(thread.of([[7]]), thread.of([[1], [2]]), return_exceptions=True)
+    async def all_of_them() -> list[list[str] | BaseException]:
+        first = asyncio.ensure_future(thread.of([[1]]))
+        await asyncio.sleep(0)
+        while thread._waiting:  # until the thread has taken the first
+            await asyncio.sleep(0.001)
+        others = [asyncio.ensure_future(thread.of(a)) for a in ([[2]], [[7]])]
+        await asyncio.sleep(0)
+        go.set()
+        return await asyncio.gather(first, *others, return_exceptions=True)
 
-    found = asyncio.run(both())
-    assert isinstance(found[0], KeyError)
+    alone, beside, wrong = asyncio.run(all_of_them())
+    assert alone == [""] and isinstance(beside, KeyError) and isinstance(wrong, KeyError)
     assert asyncio.run(thread.of([[1], [2]])) == ["", ""]
 
 
