@@ -20,7 +20,7 @@ from reinforge.engines.native.sampler import draw, uniform
 from reinforge.models.attention import KVCache, KVShape, PagedLayout
 from reinforge.models.attention_rule import AttentionRule
 from reinforge.models.fp8 import E4M3, Fp8Rows
-from reinforge.models.head import LogitRule, gradient, statistics
+from reinforge.models.head import FORBIDDEN, LogitRule, gradient, statistics
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = needs.unless(
@@ -516,12 +516,13 @@ def test_draw_frequencies() -> None:
 
 @pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.5, softcap=4.0)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_softmax(rule: LogitRule, temperature: float) -> None:
+@pytest.mark.parametrize("vocabulary", [9001, 100])  # in the second most lanes meet no token
+def test_softmax(rule: LogitRule, temperature: float, vocabulary: int) -> None:
     from reinforge.models.kernels import head as kernels
 
     torch.manual_seed(0)
-    x = torch.randn(7, 9001, device=DEVICE) * 4
-    targets = torch.randint(0, 9001, (7,), device=DEVICE)
+    x = torch.randn(7, vocabulary, device=DEVICE) * 4
+    targets = torch.randint(0, vocabulary, (7,), device=DEVICE)
     g = torch.randn(7, device=DEVICE)
     e = torch.randn(7, device=DEVICE)
     wide = x.double().cpu()
@@ -545,6 +546,23 @@ def test_softmax(rule: LogitRule, temperature: float) -> None:
         x.clone(), targets, got[1], g, temperature, rule.scale, rule.softcap, got[2], e
     )
     torch.testing.assert_close(ours.double().cpu(), want, atol=1e-5, rtol=1e-4)
+
+
+def test_softmax_of_forbidden_tokens() -> None:
+    """Whole lanes of them: one token of 9001 may be said, or two."""
+    from reinforge.models.kernels import head as kernels
+
+    x = torch.full((2, 9001), FORBIDDEN, device=DEVICE)
+    x[0, 5000] = 3.0
+    x[1, [7, 9000]] = torch.tensor([1.0, 2.0], device=DEVICE)
+    targets = torch.tensor([5000, 9000], device=DEVICE)
+    logp, lse, entropy = kernels.softmax_statistics(x, targets, 1.0, 1.0, None, True)
+    two = torch.tensor([1.0, 2.0], dtype=torch.float64).log_softmax(-1)
+    torch.testing.assert_close(logp.double().cpu(), torch.stack([two.new_zeros(()), two[1]]))
+    torch.testing.assert_close(lse.double().cpu(), torch.stack([two.new_tensor(3.0), 2 - two[1]]))
+    assert entropy is not None
+    spread = -(two.exp() * two).sum()
+    torch.testing.assert_close(entropy.double().cpu(), torch.stack([two.new_zeros(()), spread]))
 
 
 def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:

@@ -14,6 +14,10 @@ from torch import Tensor
 
 from reinforge.models.kernels.common import capped, ceil_div
 
+LANES = 2048
+KEPT = 4  # tokens of a lane at a time
+STAGES = 2  # of them on their way from memory
+
 
 @triton.jit
 def _statistics(
@@ -28,32 +32,33 @@ def _statistics(
     softcap,
     CAP: tl.constexpr,
     WITH: tl.constexpr,
-    BV: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """One program per row, one pass: running maximum, Σ exp and Σ exp·z."""
+    """One program per row, one pass. Each of L lanes keeps its own maximum, Σ exp and Σ exp·z of
+    the tokens it meets, K at a time, so that threads wait for each other only at the end.
+    """
     row = tl.program_id(0).to(tl.int64)
     inverse = tl.load(INVERSE + row)
-    top = -float("inf")
-    total = 0.0
-    weighted = 0.0
-    for start in range(0, V, BV):
-        at = start + tl.arange(0, BV)
-        z = (
-            capped(
-                tl.load(X + row * V + at, mask=at < V, other=0.0).to(tl.float32) * scale,
-                softcap,
-                CAP,
-            )
-            * inverse
-        )
-        z = tl.where(at < V, z, -float("inf"))
-        new_top = tl.maximum(top, tl.max(z, 0))
-        keep = tl.exp(top - new_top)
-        e = tl.exp(z - new_top)
-        total = total * keep + tl.sum(e, 0)
+    tops = tl.full((L,), -float("inf"), tl.float32)
+    totals = tl.zeros((L,), tl.float32)
+    weighted = tl.zeros((L,), tl.float32)
+    for start in tl.range(0, V, K * L, num_stages=STAGES):
+        at = start + tl.arange(0, K)[:, None] * L + tl.arange(0, L)[None, :]
+        x = tl.load(X + row * V + at, mask=at < V, other=0.0).to(tl.float32) * scale
+        z = tl.where(at < V, capped(x, softcap, CAP) * inverse, -float("inf"))
+        higher = tl.maximum(tops, tl.max(z, 0))
+        base = tl.where(higher == -float("inf"), 0.0, higher)  # a lane that has met no token
+        keep = tl.exp(tops - base)
+        e = tl.exp(z - base[None, :])
+        totals = totals * keep + tl.sum(e, 0)
         if WITH:
             weighted = weighted * keep + tl.sum(tl.where(e > 0, e * z, 0.0), 0)
-        top = new_top
+        tops = higher
+    top = tl.max(tops, 0)
+    share = tl.exp(tops - top)
+    total = tl.sum(totals * share, 0)
     lse = top + tl.log(total)
     chosen = (
         capped(tl.load(X + row * V + tl.load(TARGETS + row)).to(tl.float32) * scale, softcap, CAP)
@@ -62,7 +67,7 @@ def _statistics(
     tl.store(LOGP + row, chosen - lse)
     tl.store(LSE + row, lse)
     if WITH:
-        tl.store(ENTROPY + row, lse - weighted / total)
+        tl.store(ENTROPY + row, lse - tl.sum(weighted * share, 0) / total)
 
 
 def softmax_statistics(
@@ -96,8 +101,10 @@ def softmax_statistics(
         softcap or 0.0,
         CAP=softcap is not None,
         WITH=entropy,
-        BV=8192,
-        num_warps=16,
+        K=KEPT,
+        L=LANES,
+        STAGES=STAGES,
+        num_warps=LANES // 256,  # a thread reads 8 tokens at once, and keeps its lanes for itself
         enable_fp_fusion=False,
     )
     return logp, lse, ent if entropy else None
