@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field, fields
+from typing import Protocol, Self, runtime_checkable
 
+import numpy as np
 from torch import Tensor
 
 from reinforge.core.constraint import Constraint
@@ -41,6 +42,25 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class SampledArrays:
+    """Ids and log-probs of an answer as arrays. Reading them from lists is most of what a long
+    answer costs the host, so an engine that has arrays passes them on.
+    """
+
+    ids: np.ndarray  # [n] int64
+    logprobs: np.ndarray  # [n] float32
+
+    @classmethod
+    def empty(cls, n: int) -> Self:
+        """With room for n tokens."""
+        return cls(np.empty(n, dtype=np.int64), np.empty(n, dtype=np.float32))
+
+    def first(self, n: int) -> Self:
+        """Those of the first n tokens."""
+        return type(self)(self.ids[:n], self.logprobs[:n])
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled answer, as `Engine.generate` gives it. A rollout makes a `Sample` of it."""
 
@@ -53,6 +73,17 @@ class Completion:
     # which experts the tokens of prompt and answer went to (core/routes.py), all but the last,
     # which was never read; None: nobody asked, or there are no experts
     routes: Tensor | None = None
+    # `tokens` and `logprobs` once more, where the engine had them so; ask `as_arrays`
+    sampled: SampledArrays | None = field(default=None, compare=False, repr=False)
+
+    def as_arrays(self) -> SampledArrays:
+        """`tokens` and `logprobs` as arrays."""
+        if self.sampled is not None:
+            return self.sampled
+        size = len(self.tokens)
+        return SampledArrays(
+            np.fromiter(self.tokens, np.int64, size), np.fromiter(self.logprobs, np.float32, size)
+        )
 
 
 @dataclass(slots=True)

@@ -57,14 +57,21 @@ class RewardScorer:
         self._why: dict[str, dict[str, str]] = {}
 
     async def score(
-        self, rows: Sequence[Row], group: str, tokens: Sequence[Sequence[int]], texts: Sequence[str]
+        self,
+        rows: Sequence[Row],
+        group: str,
+        tokens: Sequence[Sequence[int]],
+        texts: Sequence[str],
+        *,
+        ids: Sequence[Sequence[int] | memoryview] | None = None,
     ) -> Scores:
         """All texts of a group at once: a reward may compare them.
 
-        `rows` are one row, or the same with columns of their own. A score that is lost (its reward
+        `rows` are one row, or the same with columns of their own. `ids`: the tokens once more, as
+        they are named fastest. A score that is lost (its reward
         hung, died or raised) is NaN here and in the journal; `total` takes it out.
         """
-        bound = self._name(group, tokens)
+        bound = self._name(group, tokens if ids is None else ids)
         known = self.journal.find(group, bound) or {}
         faults = self.journal.faults(group, bound)
         why: dict[str, str] = {}
@@ -106,7 +113,7 @@ class RewardScorer:
             self._why[group] = why
         return scores
 
-    def _name(self, group: str, tokens: Sequence[Sequence[int]]) -> str:
+    def _name(self, group: str, tokens: Sequence[Sequence[int] | memoryview]) -> str:
         """What the answers are called in the journal: as an earlier version called them, if it
         wrote their scores.
         """

@@ -51,17 +51,24 @@ class TokenTrack:
         self, uid: str, *, group: str, episode: str, reward_weight: float = 1.0, **more: Any
     ) -> Sample:
         """`reward_weight`: of the rewards by position. `more`: other fields of the sample."""
+        tokens = np.empty(len(self.tokens), dtype=np.int64)
         trained = np.zeros(len(self.tokens), dtype=np.bool_)
         logprobs = np.zeros(len(self.tokens), dtype=np.float32)
         versions = np.full(len(self.tokens), -1, dtype=np.int32)  # -1 where not sampled
+        end = 0  # of the turn before
         for start, turn in self.turns:
-            part = slice(start, start + len(turn.tokens))
             size = len(turn.tokens)
+            part = slice(start, start + size)
+            sampled = turn.as_arrays()
+            tokens[end:start] = self.tokens[end:start]
+            tokens[part] = sampled.ids
             trained[part] = True
-            logprobs[part] = np.fromiter(turn.logprobs, np.float32, size)
+            logprobs[part] = sampled.logprobs
             # mostly all are the same, and a list takes longer than one number
             same = size and turn.versions.count(turn.versions[0]) == size
             versions[part] = turn.versions[0] if same else turn.versions
+            end = start + size
+        tokens[end:] = self.tokens[end:]
         token_rewards = None
         if self.rewards:
             token_rewards = torch.zeros(len(self.tokens))
@@ -76,7 +83,7 @@ class TokenTrack:
             uid=uid,
             group=group,
             episode=episode,
-            tokens=torch.from_numpy(np.fromiter(self.tokens, np.int64, len(self.tokens))),
+            tokens=torch.from_numpy(tokens),
             trained=torch.from_numpy(trained),
             logprobs=torch.from_numpy(logprobs),
             versions=torch.from_numpy(versions),

@@ -157,9 +157,11 @@ def test_rows_in_the_tensors_of_graphs_say_the_same(
     steps: int, blocks: int, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They stay there between windows, move on where their number or their width is another, and
-    come back to graphs whose tensors others have had since; twice, as steps of training do.
+    come back to graphs whose tensors others have had since; twice, as steps of training do. Long
+    answers come as arrays too.
     """
     monkeypatch.setattr(decoder, "_to_host", torch.Tensor.clone)  # a copy, as from a GPU
+    monkeypatch.setattr(native, "LONG", 12)
     stops = range(0, VOCABULARY, 20)
     plain = make_engine(stop_tokens=stops)
     want = [run(mixture(plain)) for _ in range(2)]
@@ -173,8 +175,15 @@ def test_rows_in_the_tensors_of_graphs_say_the_same(
         speculation=Speculation(drafts, None) if drafts else None,
     )
     for wanted in want:
-        equal(run(mixture(engine)), wanted)
+        found = run(mixture(engine))
+        equal(found, wanted)
         assert settled(engine)
+        arrays = [c.sampled for c in found]
+        assert None in arrays and any(arrays)
+        for c in found:
+            if c.sampled is not None:
+                assert c.sampled.ids.tolist() == c.tokens
+                assert c.sampled.logprobs.tolist() == c.logprobs
     assert engine.decoder.captures > 3
     assert (engine.stats.draft_steps > 0) == (drafts > 0)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -365,11 +366,13 @@ def test_pure_rewards_are_not_journalled_and_cut_lines_are_skipped(tmp_path: Pat
 
 @pytest.mark.parametrize("name", [tokens_hash, answers_hash])
 def test_a_name_of_tokens_sees_every_token_and_border(
-    name: Callable[[list[list[int]]], str],
+    name: Callable[[Sequence[Sequence[int] | memoryview]], str],
 ) -> None:
     different = ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]], [[1, 2], [4]], [[12], [3]], [[], []])
     assert len({name(c) for c in different}) == len(different)
     assert name([[1, 2], [3]]) == name([[1, 2], [3]])
+    in_memory = [np.array([1, 2]).data, np.array([3, 0])[:1].data]
+    assert name(in_memory) == name([[1, 2], [3]])
 
 
 def test_scores_that_an_earlier_version_journalled_are_found(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,12 +12,17 @@ from reinforge.core.sample import Stop
 from reinforge.rollout.track import TokenTrack
 
 
-def test_turns_keep_their_log_probs_and_versions() -> None:
+@pytest.mark.parametrize("arrays", [False, True])  # whether the engine had any
+def test_turns_keep_their_log_probs_and_versions(arrays: bool) -> None:
+    def completion(tokens: list[int], logprobs: list[float], versions: list[int]) -> Completion:
+        found = Completion(tokens, logprobs, versions, Stop.EOS)
+        return replace(found, sampled=found.as_arrays()) if arrays else found
+
     track = TokenTrack()
     track.give([5, 6])
-    track.take(Completion([7, 8], [-0.1, -0.2], [3, 3], Stop.EOS))
+    track.take(completion([7, 8], [-0.1, -0.2], [3, 3]))
     track.give([9])
-    track.take(Completion([10, 11, 12], [-0.3, -0.4, -0.5], [3, 4, 4], Stop.EOS))
+    track.take(completion([10, 11, 12], [-0.3, -0.4, -0.5], [3, 4, 4]))
     track.take(Completion([], [], [], Stop.LENGTH))
     track.rewards[6] = 2.0
     made = track.sample("a#0", group="a", episode="a#0", reward_weight=0.5)

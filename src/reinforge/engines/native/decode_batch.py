@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from reinforge.core.arrays import floats, ints, to_device
-from reinforge.core.engine import Completion, NewTokens, Sampling
+from reinforge.core.engine import Completion, NewTokens, SampledArrays, Sampling
 from reinforge.engines.native.blocks import CacheHolding
 from reinforge.engines.native.drafts import NOTHING, AnswerMemory, Kin, look_up, padded, room_for
 from reinforge.engines.native.sampler import draw, uniform
@@ -57,6 +57,8 @@ class LiveSequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    # tokens and log-probs as they come, of an answer that may be long
+    sampled: SampledArrays | None = None
     held: CacheHolding = field(default_factory=CacheHolding)
     ahead: int = 0  # tokens that come from what was launched and not taken in yet, at most
 

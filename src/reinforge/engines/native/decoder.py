@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from reinforge.core.engine import SampledArrays
 from reinforge.core.turns import TURNS
 from reinforge.engines.native.decode_batch import DecodeBatch, GraphKey
 from reinforge.models.attention import HAS_TRITON, KVCache
@@ -62,6 +63,7 @@ class DecodeWindow:
     logprobs: list[list[float]]
     counts: list[int]
     verified: list[int] | None  # steps with drafts that each row took; None: there were no drafts
+    sampled: SampledArrays  # [B, N] the tokens and log-probs as arrays
 
 
 @dataclass(slots=True)
@@ -104,6 +106,7 @@ class LaunchedWindow:
             self.logprobs.tolist(),
             self.counts.tolist(),
             None if self.verified is None else self.verified.tolist(),
+            SampledArrays(self.tokens.numpy(), self.logprobs.numpy()),
         )
 
 

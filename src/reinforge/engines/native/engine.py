@@ -37,6 +37,7 @@ from reinforge.core.engine import (
     GenerationStats,
     NewTokens,
     OnTokens,
+    SampledArrays,
     Sampling,
     StreamingEngine,
 )
@@ -81,6 +82,8 @@ from reinforge.models.state import PackedStates, StateStore
 # decode steps for which blocks must be free before somebody enters, so that nobody has to leave
 # again at once
 AHEAD = 32
+# tokens from which on a limit is one of long answers, whose arrays are made while the GPU works
+LONG = 256
 
 
 def join_weights(model: CausalModel) -> None:
@@ -311,6 +314,7 @@ class NativeEngine:
         )
         form = self._matcher(params, prompt)
         kin = self._kin(prompt) if self.speculation is not None else 0
+        long = self.decoder.graphs and params.max_new_tokens >= LONG
         sequences = [
             LiveSequence(
                 prompt,
@@ -322,6 +326,8 @@ class NativeEngine:
                 kin,
                 None if on_tokens is None else partial(on_tokens, i),
                 None if form is None else form.copy(),
+                # windows of many tokens: on a CPU each has one
+                sampled=SampledArrays.empty(params.max_new_tokens) if long else None,
             )
             for i in range(n)
         ]
@@ -892,9 +898,8 @@ class NativeEngine:
         if self._free_to_draft:
             self._trial.count(verified, sum(window.counts))
         ended = set()
-        for sequence, tokens, logprobs, count in zip(
-            sequences, window.tokens, window.logprobs, window.counts, strict=False
-        ):
+        rows = zip(sequences, window.tokens, window.logprobs, window.counts, strict=False)
+        for row, (sequence, tokens, logprobs, count) in enumerate(rows):
             if sequence.future.done():  # finished or cancelled before
                 continue
             params = sequence.params
@@ -902,6 +907,10 @@ class NativeEngine:
                 count = self._until_string(sequence, tokens[:count])
             if count < len(tokens):
                 tokens, logprobs = tokens[:count], logprobs[:count]
+            if sequence.sampled is not None:
+                part = slice(len(sequence.tokens), len(sequence.tokens) + count)
+                sequence.sampled.ids[part] = window.sampled.ids[row, :count]
+                sequence.sampled.logprobs[part] = window.sampled.logprobs[row, :count]
             sequence.tokens += tokens
             sequence.logprobs += logprobs
             sequence.versions += [self.version] * count
@@ -954,7 +963,12 @@ class NativeEngine:
         routes = None
         if self.cache is not None and self.cache.routes is not None:
             routes = self.cache.routes.of(sequence.held.blocks, sequence.cached)
-        return Completion(sequence.tokens, sequence.logprobs, sequence.versions, stop, routes)
+        sampled = sequence.sampled
+        if sampled is not None:
+            sampled = sampled.first(len(sequence.tokens))
+        return Completion(
+            sequence.tokens, sequence.logprobs, sequence.versions, stop, routes, sampled
+        )
 
     def _finish(self, sequence: LiveSequence, done: Completion) -> None:
         self._remember(sequence)

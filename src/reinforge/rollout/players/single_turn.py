@@ -156,7 +156,8 @@ class SingleTurn:
             texts = self.decode_all(tokens)
         else:
             texts = await self._texts.of(tokens)
-        scores = await self.scorer.score([row] * len(texts), name, tokens, texts)
+        ids = [c.tokens if c.sampled is None else c.sampled.ids.data for c in completions]
+        scores = await self.scorer.score([row] * len(texts), name, tokens, texts, ids=ids)
         return ScoredAnswers(completions, texts, scores)
 
     def _group(self, row: Row, group: str, prompt: list[int], answers: ScoredAnswers) -> Group:
