@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,6 +37,7 @@ def stand_in() -> list[float]:
     import numpy as np
 
     from reinforge.backends.local import LocalBackend
+    from reinforge.core import engine as core_engine
     from reinforge.core.engine import Completion
     from reinforge.core.report import StepReport
     from reinforge.core.sample import Stop
@@ -43,19 +45,20 @@ def stand_in() -> list[float]:
 
     rng = np.random.default_rng(0)
     drawing: list[float] = []
+    arrays: Any = getattr(core_engine, "SampledArrays", None)  # another checkout may have none
 
     async def generate(self: Any, tokens: Any, params: Any, *, key: int, n: int = 1) -> Any:
         start = time.perf_counter()
         count = params.max_new_tokens
-        answers = [
-            Completion(
-                rng.integers(10, 49000, count).tolist(),
-                (-rng.random(count)).astype(np.float32).tolist(),
-                [self.version] * count,
-                Stop.LENGTH,
-            )
-            for _ in range(n)
-        ]
+        answers = []
+        for _ in range(n):
+            ids = rng.integers(10, 49000, count)
+            logprobs = (-rng.random(count)).astype(np.float32)
+            versions = [self.version] * count
+            made = Completion(ids.tolist(), logprobs.tolist(), versions, Stop.LENGTH)
+            if arrays:  # as from a GPU
+                made = replace(made, sampled=arrays(ids, logprobs))
+            answers.append(made)
         drawing.append(time.perf_counter() - start)
         return answers
 

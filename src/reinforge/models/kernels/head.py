@@ -16,7 +16,33 @@ from reinforge.models.kernels.common import capped, ceil_div
 
 LANES = 2048
 KEPT = 4  # tokens of a lane at a time
-STAGES = 2  # of them on their way from memory
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.0e38)  # times 0 it is 0, as -inf is not
+
+
+@triton.jit
+def _logits(X, at, V, scale, softcap, CAP: tl.constexpr, MASKED: tl.constexpr):
+    """Logits before the last factor; -inf past the end."""
+    if MASKED:
+        x = tl.load(X + at, mask=at < V, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(X + at).to(tl.float32)
+    if CAP:
+        x = capped(x * scale, softcap, CAP)
+    return tl.where(at < V, x, -float("inf")) if MASKED else x
+
+
+@triton.jit
+def _with(x, tops, totals, weighted, binary, WITH: tl.constexpr):
+    """The maxima and sums of lanes that have met the tokens x [K, L] too."""
+    higher = tl.maximum(tops, tl.max(x, 0))
+    base = tl.where(higher == -float("inf"), 0.0, higher)  # a lane that has met no token
+    keep = tl.exp2((tops - base) * binary)
+    e = tl.exp2((x - base[None, :]) * binary)
+    totals = totals * keep + tl.sum(e, 0)
+    if WITH:
+        weighted = weighted * keep + tl.sum(e * tl.maximum(x, LOWEST), 0)
+    return higher, totals, weighted
 
 
 @triton.jit
@@ -34,40 +60,39 @@ def _statistics(
     WITH: tl.constexpr,
     K: tl.constexpr,
     L: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """One program per row, one pass. Each of L lanes keeps its own maximum, Σ exp and Σ exp·z of
-    the tokens it meets, K at a time, so that threads wait for each other only at the end.
+    """One program per row, one pass. Each of L lanes keeps its own maximum, Σ exp and Σ exp·x of
+    the tokens it meets, K at a time, so that threads wait for each other only at the end. With
+    z = slope·x the sums are of x, which saves a product for each token.
     """
     row = tl.program_id(0).to(tl.int64)
-    inverse = tl.load(INVERSE + row)
+    slope = tl.load(INVERSE + row)
+    if not CAP:
+        slope *= scale
+    binary = slope * LOG2E  # exp(z) = exp2(binary·x)
+    X += row * V
+    at = tl.arange(0, K)[:, None] * L + tl.arange(0, L)[None, :]
     tops = tl.full((L,), -float("inf"), tl.float32)
     totals = tl.zeros((L,), tl.float32)
     weighted = tl.zeros((L,), tl.float32)
-    for start in tl.range(0, V, K * L, num_stages=STAGES):
-        at = start + tl.arange(0, K)[:, None] * L + tl.arange(0, L)[None, :]
-        x = tl.load(X + row * V + at, mask=at < V, other=0.0).to(tl.float32) * scale
-        z = tl.where(at < V, capped(x, softcap, CAP) * inverse, -float("inf"))
-        higher = tl.maximum(tops, tl.max(z, 0))
-        base = tl.where(higher == -float("inf"), 0.0, higher)  # a lane that has met no token
-        keep = tl.exp(tops - base)
-        e = tl.exp(z - base[None, :])
-        totals = totals * keep + tl.sum(e, 0)
-        if WITH:
-            weighted = weighted * keep + tl.sum(tl.where(e > 0, e * z, 0.0), 0)
-        tops = higher
+    whole = V // (K * L) * (K * L)
+    for start in range(0, whole, K * L):
+        x = _logits(X, start + at, V, scale, softcap, CAP, MASKED=False)
+        tops, totals, weighted = _with(x, tops, totals, weighted, binary, WITH)
+    if whole < V:
+        x = _logits(X, whole + at, V, scale, softcap, CAP, MASKED=True)
+        tops, totals, weighted = _with(x, tops, totals, weighted, binary, WITH)
     top = tl.max(tops, 0)
-    share = tl.exp(tops - top)
+    share = tl.exp2((tops - top) * binary)
     total = tl.sum(totals * share, 0)
-    lse = top + tl.log(total)
-    chosen = (
-        capped(tl.load(X + row * V + tl.load(TARGETS + row)).to(tl.float32) * scale, softcap, CAP)
-        * inverse
-    )
-    tl.store(LOGP + row, chosen - lse)
+    lse = top * slope + tl.log(total)
+    chosen = tl.load(X + tl.load(TARGETS + row)).to(tl.float32)
+    if CAP:
+        chosen = capped(chosen * scale, softcap, CAP)
+    tl.store(LOGP + row, chosen * slope - lse)
     tl.store(LSE + row, lse)
     if WITH:
-        tl.store(ENTROPY + row, lse - tl.sum(weighted * share, 0) / total)
+        tl.store(ENTROPY + row, lse - slope * tl.sum(weighted * share, 0) / total)
 
 
 def softmax_statistics(
@@ -103,7 +128,6 @@ def softmax_statistics(
         WITH=entropy,
         K=KEPT,
         L=LANES,
-        STAGES=STAGES,
         num_warps=LANES // 256,  # a thread reads 8 tokens at once, and keeps its lanes for itself
         enable_fp_fusion=False,
     )
