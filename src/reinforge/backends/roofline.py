@@ -92,6 +92,15 @@ GPUS: dict[str, tuple[float, float]] = {
 }
 UNKNOWN = (100.0, 0.8)
 TRAIN_SHARE = {"compiled": 0.45, "fused": 0.44, "eager": 0.3, "cpu": 0.5}  # of the peak flops
+# Where norms and gates are a kernel each, what a token costs has three parts. Of the peak flops:
+# products, those of experts with all that goes to them and comes back, and attention by narrow and
+# wide heads
+FUSED_PRODUCTS = 0.65
+FUSED_EXPERTS = 0.26
+FUSED_ATTENTION = (0.17, 0.3)
+# Numbers that a token moves beside them, forward and back: of each number of a hidden state in each
+# layer (norms, sums, rotation, adapters), of an MLP's inner state, and of a logit
+FUSED_MOVED = {"hidden": 40, "inner": 9, "vocab": 3}
 # how many times as fast products in FP8 are in training, numbers rounded on the way
 FP8_GAIN = 1.45
 # while decoding: of the peak bandwidth, and of the peak flops
@@ -102,7 +111,7 @@ PRODUCT_SHARE = {"cuda": 0.55, "cpu": 0.5}
 FP8_PRODUCTS = 0.77
 FP8_ROWS = 64
 FP8_ROUNDING = 6e-6
-NARROW_HEAD = 64  # attention over so narrow heads is not faster with keys and values in FP8
+NARROW_HEAD = 64  # attention by so narrow heads is slow, and no faster with its cache in FP8
 # of each layer in each decode step, however little it computes
 LAYER_SECONDS = {"cuda": 1.1e-5, "cpu": 2.0e-4}
 STATE_SECONDS = 8.0e-5  # likewise, of one that keeps state: it has many small kernels
@@ -171,26 +180,49 @@ def mode_of(f: ModelFacts, machine: Machine) -> str:
 
 
 def forward_flops(f: ModelFacts, tokens: float, length: float) -> float:
-    """2 per weight and token that meet, and causal attention over rows of `length`: 4·Q per pair,
-    half of the pairs. A recurrence changes every number of its states and reads it.
+    """Products, and causal attention over rows of `length`: 4·Q per pair, half of the pairs."""
+    return product_flops(f, tokens) + tokens * 2 * f.attending * f.query * length
+
+
+def product_flops(f: ModelFacts, tokens: float) -> float:
+    """2 per weight and token that meet. A recurrence changes every number of its states and reads
+    it.
     """
-    head = f.vocab * f.hidden
     states = 0 if f.state is None else 6 * f.state.wide
-    return tokens * (2 * (f.body(active=True) + head) + 2 * f.attending * f.query * length + states)
+    return tokens * (2 * (f.body(active=True) + f.vocab * f.hidden) + states)
 
 
 def train_seconds(f: ModelFacts, machine: Machine, work: StepWork) -> float:
     """Forward, twice that for the backward (once where weights are frozen), once more for what is
     computed again.
     """
-    forward = forward_flops(f, work.tokens, work.prompt_tokens + work.new_tokens)
-    updates = work.epochs * (3 - (f.rank is not None) + f.checkpointing) * (2 if work.critic else 1)
-    flops = forward * (updates + work.passes)
+    length = work.prompt_tokens + work.new_tokens
+    whole = work.epochs * (3 + f.checkpointing) * (2 if work.critic else 1)
+    # gradients of frozen weights are the only part of a backward that nobody computes
+    frozen = work.epochs * (f.rank is not None) * (2 if work.critic else 1)
+    products = product_flops(f, work.tokens) * (whole - frozen + work.passes)
     if work.fp8_products and machine.kind == "cuda":
         # the layers' products, forward and for the gradients of inputs, of the policy
         passes = work.epochs * (2 + f.checkpointing) + work.passes
-        flops -= 2 * f.body(active=True) * work.tokens * passes * (1 - 1 / FP8_GAIN)
-    return flops / (machine.flops * TRAIN_SHARE[mode_of(f, machine)])
+        products -= 2 * f.body(active=True) * work.tokens * passes * (1 - 1 / FP8_GAIN)
+    attention = forward_flops(f, work.tokens, length) - product_flops(f, work.tokens)
+    mode = mode_of(f, machine)
+    if mode != "fused":
+        attention *= whole - frozen + work.passes
+        return (products + attention) / (machine.flops * TRAIN_SHARE[mode])
+    attention *= (whole + work.passes) / FUSED_ATTENTION[f.head_dim > NARROW_HEAD]
+    moved = work.tokens * fused_bytes(f) * (whole + work.passes) / 3
+    products /= FUSED_EXPERTS if f.experts > 1 else FUSED_PRODUCTS
+    return (products + attention) / machine.flops + moved / (
+        machine.bandwidth * READ_SHARE[machine.kind]
+    )
+
+
+def fused_bytes(f: ModelFacts) -> float:
+    """What a token moves beside products and attention, forward and back."""
+    inner = f.active * f.inner + f.shared
+    layer = FUSED_MOVED["hidden"] * f.hidden + FUSED_MOVED["inner"] * inner
+    return f.itemsize * (f.layers * layer + FUSED_MOVED["vocab"] * f.vocab)
 
 
 def generate_seconds(f: ModelFacts, machine: Machine, work: StepWork) -> float:

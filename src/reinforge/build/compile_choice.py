@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reinforge.backends.roofline import Machine, StepWork, train_seconds
+from reinforge.backends.roofline import TRAIN_SHARE, Machine, StepWork, mode_of, train_seconds
 from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.inputs import RunInputs
 from reinforge.build.planned_facts import facts_before_loading
@@ -64,6 +64,10 @@ def choose(facts: ModelFacts, machine: Machine, work: StepWork, steps: int) -> C
     """By what training saves: generation has kernels of its own, compiled or not."""
     if not machine.known:
         return CompileChoice(False, f"{machine.name} is not in our table, and its speed not known")
+    if mode_of(facts, machine) == "fused":
+        saved = 1 - TRAIN_SHARE["fused"] / TRAIN_SHARE["compiled"]
+        why = f"its layers have kernels of their own, and it would save {saved:.0%} of training"
+        return CompileChoice(False, why)
     eager, compiled = (
         train_seconds(replace(facts, compiled=on), machine, work) for on in (False, True)
     )
