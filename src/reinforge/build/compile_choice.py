@@ -66,7 +66,7 @@ def choose(facts: ModelFacts, machine: Machine, work: StepWork, steps: int) -> C
         return CompileChoice(False, f"{machine.name} is not in our table, and its speed not known")
     if mode_of(facts, machine) == "fused":
         saved = 1 - TRAIN_SHARE["fused"] / TRAIN_SHARE["compiled"]
-        why = f"its layers have kernels of their own, and it would save {saved:.0%} of training"
+        why = f"they have kernels of their own, and it would save {saved:.0%} of training"
         return CompileChoice(False, why)
     eager, compiled = (
         train_seconds(replace(facts, compiled=on), machine, work) for on in (False, True)

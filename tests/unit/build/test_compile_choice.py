@@ -73,7 +73,7 @@ def test_where_it_pays(name: str, size: str, work: StepWork, steps: int, on: boo
 def test_layers_with_kernels_of_their_own_gain_too_little() -> None:
     """However long the run is."""
     choice = choose(facts("7b", fused=True), gpu("NVIDIA H200", 140 * GIB), WIDE, 10**9)
-    why = "its layers have kernels of their own, and it would save 2% of training"
+    why = "they have kernels of their own, and it would save 2% of training"
     assert choice == CompileChoice(False, why)
 
 
