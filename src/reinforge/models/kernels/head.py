@@ -14,8 +14,8 @@ from torch import Tensor
 
 from reinforge.models.kernels.common import capped, ceil_div
 
-LANES = 2048
-KEPT = 4  # tokens of a lane at a time
+LANES = 1024
+KEPT = 8  # tokens of a lane at a time
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.0e38)  # times 0 it is 0, as -inf is not
 
