@@ -33,7 +33,7 @@ from reinforge.data.source_report import SourceReport, lines_of
 from reinforge.data.steering import PLACE, steered, written
 
 if TYPE_CHECKING:
-    from reinforge.config.data import AttributesConfig, DataConfig
+    from reinforge.config.data import AttributesConfig, DataConfig, EvalDataConfig
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPTS = ("prompt", "question", "messages", "text")  # where a prompt is looked for, in this order
 # data.source where there are several; also the column that says which one a row is of
@@ -635,12 +635,30 @@ def _generated(cfg: DataConfig, train: Sequence[Row]) -> list[Row]:
             kept.append(row)
     report.bad.refuse()
     if len(kept) < size:
-        raise InputError(
-            f"only {len(kept)} of {size} evaluation problems are not also training problems",
-            where=f"data.eval ({source})",
+        raise _too_few(wanted, source, len(kept), size)
+    return kept
+
+
+def _too_few(wanted: EvalDataConfig, source: str, found: int, size: int) -> InputError:
+    """That a task has not as many fresh problems as an evaluation asks for. 0 is no number that
+    somebody asked for: it stands for as many as the source makes.
+    """
+    if not wanted.size:
+        return InputError(
+            f"0 is no size for a generated task: it stands for the {size} problems that {source} is"
+            f" to make (options.size), and only {found} can be found that training does not have",
+            where="data.eval.size",
             fix=(
-                "The task has too few problems: make it larger (more terms, more digits), or train"
-                " on fewer (data.options.size)."
+                f"Ask for at most {found}. For no evaluation leave out data.eval.source too."
+                if found
+                else "Make the task larger, or leave out data.eval.source for no evaluation."
             ),
         )
-    return kept
+    return InputError(
+        f"only {found} of {size} evaluation problems are not also training problems",
+        where=f"data.eval ({source})",
+        fix=(
+            "The task has too few problems: make it larger (more terms, more digits), or train"
+            " on fewer (data.options.size)."
+        ),
+    )

@@ -475,6 +475,26 @@ def test_too_few_problems_for_an_evaluation_is_an_error() -> None:
         train_and_eval_rows(cfg("arithmetic:chain", options=tiny, eval={"size": 5}))
 
 
+@pytest.mark.parametrize(
+    ("split", "fix"), [("train", "Ask for at most 1. "), ("all", "Make the task larger, ")]
+)
+def test_size_0_of_a_generated_task_is_told_apart_from_a_task_that_is_too_small(
+    split: str, fix: str
+) -> None:
+    """Nobody asked for 200 problems: 0 stands for all that the source makes."""
+    tiny = {"terms": 2, "max_value": 3, "operators": "+", "size": 200, "split": split}
+    zero = {"source": "arithmetic:chain", "size": 0}
+    with pytest.raises(InputError) as caught:
+        train_and_eval_rows(cfg("arithmetic:chain", options=tiny, eval=zero))
+    error = caught.value
+    assert error.where == "data.eval.size"
+    assert error.what.startswith(
+        "0 is no size for a generated task: it stands for the 200 problems"
+    )
+    assert error.fix is not None and error.fix.startswith(fix)
+    assert "too few" not in str(error)
+
+
 # arithmetic
 
 
