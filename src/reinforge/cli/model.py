@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from reinforge.cli.show import print_mapping
 from reinforge.config.recipes import is_recipe
 from reinforge.core.errors import InputError
 from reinforge.models.tiny import check_architecture
+from reinforge.watch.evaluation_news import NOTHING_SCORED
 from reinforge.watch.view import BarView, SteadyConsole
 
 TOY = "runs/tiny"  # where the recipes look for it
@@ -109,7 +111,8 @@ def evaluate(
             where="CONFIG_OR_RUN",
             fix="Give a .yaml file, recipe:NAME or a run directory.",
         )
-    print_mapping(evaluate_model(config_or_run, overrides or []))
+    found = evaluate_model(config_or_run, overrides or [])
+    print_mapping({k: NOTHING_SCORED if math.isnan(v) else v for k, v in found.items()})
 
 
 def _with_lm_eval(

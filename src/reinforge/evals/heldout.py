@@ -5,6 +5,7 @@ completions.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ CORRECT = 0.999  # a total reward of at least this share of the best possible co
 
 @dataclass
 class HeldOutEvaluation:
-    """Generates for every row and scores.
+    """Generates for every row and scores. Where nothing could be scored, what scores tell is NaN.
 
     `best` is the largest possible total reward (the sum of positive weights).
     """
@@ -45,16 +46,19 @@ class HeldOutEvaluation:
         solved = [sum(value >= CORRECT * self.best for value in r) for r in scored]
         trials = sum(map(len, scored))
         n = len(scored)
-        share = sum(c / len(r) for c, r in zip(solved, scored, strict=True)) / max(1, n)
-        # the problems are the independent trials, not their samples
-        low, high = wilson(share * n, n)
+        share = low = high = reward = math.nan
+        if scored:
+            share = sum(c / len(r) for c, r in zip(solved, scored, strict=True)) / n
+            # the problems are the independent trials, not their samples
+            low, high = wilson(share * n, n)
+            reward = sum(map(sum, scored)) / trials
         lengths = [s.n_trained for g in groups for s in g.samples]
         out = {
             "eval/accuracy": share,
             "eval/accuracy_low": low,
             "eval/accuracy_high": high,
             "eval/n": n,
-            "eval/reward": sum(sum(r) for r in scored) / max(1, trials),
+            "eval/reward": reward,
             "eval/length": sum(lengths) / max(1, sum(len(g.episodes) for g in groups)),
             "eval/unscored": sum(len(g.episodes) for g in groups) - trials,
         }
@@ -63,7 +67,7 @@ class HeldOutEvaluation:
             out[f"eval/{name}"] = sum(g.metrics[name] for g in groups if name in g.metrics) / sum(
                 name in g.metrics for g in groups
             )
-        if self.samples > 1 and all(len(r) == self.samples for r in scored):
+        if self.samples > 1 and scored and all(len(r) == self.samples for r in scored):
             out[f"eval/pass@{self.samples}"] = pass_at_k(solved, self.samples, self.samples)
         return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
@@ -79,6 +80,8 @@ class Evaluator:
             return None
         if self._better("early_stop", stop.metric, stop.mode, step, result):
             self.waiting = 0
+        elif math.isnan(result[stop.metric]):
+            return None  # nothing could be scored, which says nothing about the policy
         else:
             self.waiting += 1
         value = result[stop.metric]
@@ -99,6 +102,8 @@ class Evaluator:
                 fix=f"It gives: {', '.join(sorted(result))}.",
             )
         value = result[metric]
+        if math.isnan(value):
+            return False
         held = self.best.get(purpose)
         if held is not None:
             better = value > held["value"] if mode == "max" else value < held["value"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,7 +79,7 @@ class HuggingFaceCallback(Callback):
 
     def _note_best(self, metrics: dict[str, float], step: int) -> None:
         value = metrics.get(self.args.metric_for_best_model)
-        if value is None:
+        if value is None or math.isnan(value):
             return
         best = self.state.best_metric
         up = self.args.greater_is_better

@@ -9,6 +9,7 @@ its journal, the rest from its start.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -117,7 +118,8 @@ def eval_stage(stage: Stage, config: Config) -> StageOutput:
             where=f"{stage.where}, data.eval",
             fix="Set data.eval.size or data.eval.source, and rewards.",
         )
-    metrics = run_sync(heldout())
+    found = run_sync(heldout())
+    metrics = {k: v for k, v in found.items() if math.isfinite(v)}  # NaN is not JSON
     write_whole(
         stage.dir / "samples.jsonl",
         [

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from reinforge.algorithms.catalogue import spec_of
 from reinforge.core.this_command import this_command
 from reinforge.watch.doctor.history import SCORED
+from reinforge.watch.evaluation_news import NOTHING_SCORED, scored_nothing
 from reinforge.watch.logs import read_json, read_lines
 from reinforge.watch.runs import flatten, show_run
 
@@ -181,7 +182,11 @@ def reached(run: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> list[
     family = family_of(run)
     best = run["best_eval"]
     first = run["first_eval"]
-    if best is not None:
+    unscored = scored_nothing(run["last"])
+    if unscored:
+        answers = run["last"].get("eval/unscored", 0)
+        found.append(f"eval/accuracy: {NOTHING_SCORED} ({answers:.0f} answers without a reward)")
+    if best is not None and not (unscored and best["metric"] == "eval/accuracy"):
         form = _percent if best["metric"] == "eval/accuracy" else _short
         last = run["last"].get(best["metric"], best["value"])
         began = f"{form(first['value'])} -> " if first["step"] != run["last_eval_step"] else ""

@@ -1,5 +1,5 @@
 """Which evaluations a view has not heard of: a run tells the newest value of every metric with each
-step, those of an earlier evaluation too.
+step, those of an earlier evaluation too. And what is told of one that could score nothing.
 """
 
 from __future__ import annotations
@@ -7,6 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 EVALUATED = "eval/"  # how the names of their metrics begin
+NOTHING_SCORED = "nothing could be scored"  # in place of an accuracy of no answers
+
+
+def scored_nothing(metrics: Mapping[str, float]) -> bool:
+    """Whether no reward said anything about any answer of the newest evaluation."""
+    return metrics.get("eval/n") == 0
 
 
 class EvaluationNews:

@@ -22,6 +22,7 @@ from reinforge.watch.columns import MetricColumns, Point, number
 from reinforge.watch.curve_guide import note_of
 from reinforge.watch.doctor.doctor import diagnosed
 from reinforge.watch.doctor.history import SCORED
+from reinforge.watch.evaluation_news import NOTHING_SCORED, scored_nothing
 from reinforge.watch.runs import flatten, read_json, read_lines, show_run
 from reinforge.watch.transcripts import transcript_table
 from reinforge.watch.troubles import banner, fault_table, trouble_banner
@@ -270,6 +271,8 @@ def tiles(run: Mapping[str, Any], lines: list[dict[str, Any]]) -> list[tuple[str
     last = run["last"]
     best = run["best_eval"]
     found = []
+    if scored_nothing(last):
+        found.append(("last evaluation", NOTHING_SCORED))
     if best:
         form = "{:.1%}" if best["metric"] == "eval/accuracy" else "{:.4g}"
         known = best["low"] is not None and best["high"] is not None

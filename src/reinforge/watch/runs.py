@@ -19,6 +19,7 @@ from typing import Any
 from reinforge.core.errors import InputError
 from reinforge.watch.doctor.doctor import Doctor
 from reinforge.watch.doctor.trouble import Trouble
+from reinforge.watch.evaluation_news import EVALUATED
 from reinforge.watch.logs import flatten as flatten
 from reinforge.watch.logs import read_json as read_json
 from reinforge.watch.logs import read_lines as read_lines
@@ -162,6 +163,8 @@ class RunProgress:
             self._last = {k: last[k] for k in last if not k.startswith(OF_ONE_STEP)}
             self._names = names
         if None in line.values():
+            for name in [k for k, v in line.items() if v is None and k.startswith(EVALUATED)]:
+                self._last.pop(name, None)  # the newest evaluation could not tell
             line = {k: v for k, v in line.items() if v is not None}
         self._last.update(line)
         self.best = _better(self.best, line)

@@ -7,6 +7,7 @@ is not interpreted.
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 import time
@@ -31,7 +32,7 @@ from rich.text import Text
 from reinforge.core.row import prompt_text
 from reinforge.core.visible import visible
 from reinforge.watch.doctor.trouble import Trouble
-from reinforge.watch.evaluation_news import EVALUATED, EvaluationNews
+from reinforge.watch.evaluation_news import EVALUATED, NOTHING_SCORED, EvaluationNews
 from reinforge.watch.recorder import pick
 
 if TYPE_CHECKING:
@@ -85,10 +86,14 @@ def hours(seconds: float) -> str:
 def numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """(label, value) of the metrics worth a glance, in reading order."""
     return [
-        (label, form.format(metrics[key]))
+        (label, NOTHING_SCORED if _of_nothing(key, metrics) else form.format(metrics[key]))
         for key, label, form in SHOWN
         if metrics.get(key) is not None
     ]
+
+
+def _of_nothing(key: str, metrics: Mapping[str, float]) -> bool:
+    return key == "eval/accuracy" and math.isnan(metrics[key])
 
 
 def shares(metrics: Mapping[str, float]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -274,6 +275,16 @@ def test_generate_tells_of_answers_that_were_cut(
     assert "cut" not in said and said.count("  p -> a⏎b\n") == 3
     assert main([*line, "--regex", "[0-9]+"]) == 0
     assert "2 of 3 answers were cut before their form was complete" in capsys.readouterr().out
+
+
+def test_eval_says_that_nothing_could_be_scored(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {"eval/accuracy": math.nan, "eval/n": 0}
+    monkeypatch.setattr("reinforge.cli.model.evaluate_model", lambda *_: found)
+    assert main(["eval", str(config)]) == 0
+    told = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert told == [["eval/accuracy", "nothing could be scored"], ["eval/n", "0"]]
 
 
 def test_eval_chat_export_demo_check(

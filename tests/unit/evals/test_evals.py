@@ -4,6 +4,7 @@ same every time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -74,11 +75,15 @@ def test_unscored_samples_are_counted_and_not_zero() -> None:
         and out["eval/unscored"] == 3
         and "eval/pass@2" not in out
     )
-    nothing = run(held_out([[None]])())
-    assert nothing["eval/n"] == 0 and (
-        nothing["eval/accuracy_low"],
-        nothing["eval/accuracy_high"],
-    ) == (0.0, 1.0)
+
+
+def test_an_evaluation_that_could_score_nothing_has_no_accuracy() -> None:
+    """0 would say that every answer is wrong, and the next evaluation would look like progress."""
+    nothing = run(held_out([[None, None], [None, None]])())
+    assert nothing["eval/n"] == 0 and nothing["eval/unscored"] == 4
+    told = ("accuracy", "accuracy_low", "accuracy_high", "reward")
+    assert all(math.isnan(nothing[f"eval/{name}"]) for name in told)
+    assert "eval/pass@2" not in nothing
 
 
 def test_solved_means_the_best_possible_total() -> None:

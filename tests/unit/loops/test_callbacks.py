@@ -261,6 +261,22 @@ def test_early_stopping_of_transformers(make: Make) -> None:
     assert result.steps == 2 and "EarlyStoppingCallback" in str(result.stopped)
 
 
+def test_transformers_hears_of_no_best_where_nothing_could_be_scored(make: Make) -> None:
+    """NaN would stay the best for ever: no number is above it."""
+    seen: list[float | None] = []
+
+    class Best(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen.append(state.best_metric)
+
+    def later(completions: list[str]) -> list[float | None]:
+        return [0.5 if seen else None] * len(completions)
+
+    cfg = make("run", "grpo", "train.steps=2", "eval.every=1")
+    reinforge.train(cfg, data=DATA, eval_data=EVAL, rewards=[later], callbacks=[Best()])
+    assert seen == [None, 0.5]
+
+
 def test_only_methods_that_look_like_events_are_refused() -> None:
     class Both(reinforge.Callback, TrainerCallback):
         """Ours, and of transformers: it has the events of both."""

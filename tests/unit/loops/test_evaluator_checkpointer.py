@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,24 @@ def test_the_best_evaluation_and_the_end_are_by_metrics_of_their_own(
     again = Evaluator(make("run.checkpoint.best=min:eval/loss"), nothing)
     again.load(evaluator.state())
     assert again.state() == {"evaluated": 4, "best": evaluator.best, "waiting": 2}
+
+
+def test_an_evaluation_that_could_score_nothing_decides_nothing(
+    make: Callable[..., Config],
+) -> None:
+    """Neither is it the best, nor does it use up patience."""
+    evaluator = Evaluator(
+        make(
+            "run.checkpoint.best=eval/accuracy",
+            "eval.early_stop.metric=eval/accuracy",
+            "eval.early_stop.patience=2",
+        ),
+        nothing,
+    )
+    given = [math.nan, 0.5, math.nan, 0.4, math.nan]
+    found = [evaluator.judge(i, {"eval/accuracy": value}) for i, value in enumerate(given)]
+    assert found == [EvalVerdict(i == 1, None) for i in range(5)]
+    assert evaluator.best_step() == 1 and evaluator.waiting == 1
 
 
 class Thing:

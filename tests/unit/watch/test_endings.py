@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -34,6 +35,7 @@ from reinforge.watch.doctor.trouble import Trouble
 from reinforge.watch.ending import describe_end, reached
 from reinforge.watch.logs import read_lines
 from reinforge.watch.recorder import Recorder
+from reinforge.watch.report import tiles
 from reinforge.watch.runs import show_run
 from reinforge.watch.view import SteadyConsole, View
 
@@ -112,9 +114,9 @@ def test_a_stopped_run_has_a_report_that_says_why(make: Callable[..., Config]) -
     cfg = make("run", "grpo", "train.steps=9", "run.checkpoint.every=1")
     view = SilentView()
     assert isinstance(ends(cfg, view, nothing), StoppedByPolicy)
-    assert "goes on from its newest checkpoint" in check(
-        cfg, view, "stopped", "3 steps in a row had no sample that could be scored"
-    )
+    told = check(cfg, view, "stopped", "3 steps in a row had no sample that could be scored")
+    assert "goes on from its newest checkpoint" in told
+    assert "eval/accuracy: nothing could be scored (4 answers without a reward)" in told
     assert [line["step"] for line in lines(cfg, "groups.jsonl")] == [1, 3]
 
 
@@ -384,6 +386,27 @@ def test_the_end_tells_what_people_look_at_in_a_run_of_its_family(
     assert reached(run, many)[-len(averaged) :] == [
         f"{text} (first and last 2 steps)" for text in averaged
     ]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_end_tells_that_the_last_evaluation_could_score_nothing(
+    before: bool, tmp_path: Path
+) -> None:
+    """Not 0%, and not the accuracy of an evaluation before it."""
+    recorder = Recorder(tmp_path, {"algorithm": {"name": "grpo"}}, steps=2)
+    if before:
+        scored = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.2, "eval/accuracy_high": 0.8}
+        recorder.log(0, {**scored, "eval/n": 4.0, "eval/unscored": 0.0})
+    recorder.log(1, {"time/step": 1.0, "train/skipped": 0.0, "reward/mean": 0.25})
+    recorder.log(1, {"eval/accuracy": math.nan, "eval/n": 0.0, "eval/unscored": 4.0})
+    recorder.close()
+    run = show_run(tmp_path)
+    assert "eval/accuracy" not in run["last"] and run["last"]["eval/unscored"] == 4
+    told = reached(run, [])
+    assert told == ["eval/accuracy: nothing could be scored (4 answers without a reward)"]
+    found = tiles(run, [])
+    assert found[0] == ("last evaluation", "nothing could be scored")
+    assert any(label.startswith("best eval/accuracy") for label, _ in found) == before
 
 
 def test_a_resumed_run_tells_the_time_of_all_starts_and_of_this_one(

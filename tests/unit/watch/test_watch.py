@@ -569,6 +569,16 @@ def test_a_resumed_view_does_not_tell_the_evaluation_of_before_as_news() -> None
     ]
 
 
+def test_an_evaluation_that_could_score_nothing_is_not_shown_as_0() -> None:
+    out = io.StringIO()
+    view = View(Console(file=out, width=400))
+    view.start(2, "demo")
+    view.update(0, {"eval/accuracy": math.nan, "eval/n": 0.0, "eval/unscored": 4.0})
+    view.update(1, {"eval/accuracy": 0.0, "eval/n": 4.0, "eval/unscored": 0.0})
+    text = [line.partition("  eta")[0] for line in out.getvalue().splitlines()]
+    assert text[1:] == ["step 0/2  eval nothing could be scored", "step 1/2  eval 0.0%"]
+
+
 def test_live_view_shows_numbers_and_keeps_model_text_as_text() -> None:
     out = io.StringIO()
     view = View(Console(file=out, width=240, force_terminal=True, color_system=None))
