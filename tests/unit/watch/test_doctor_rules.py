@@ -126,6 +126,47 @@ def test_a_loss_of_zero_is_explained() -> None:
     assert answer(constant)[0] == "no" and said(constant, "a gradient in 0 of")
 
 
+def standing_still(scores: tuple[float, float], spread: float | None) -> Doctor:
+    """Of 60 steps whose reward, entropy and length only swing, and an evaluation at either end."""
+    doctor = Doctor({"train.learning_rate": 1e-6})
+
+    def evaluate(step: int, value: float) -> None:
+        bounds = {} if spread is None else {"low": value - spread, "high": value + spread}
+        told = {f"eval/accuracy_{end}": bound for end, bound in bounds.items()}
+        doctor.observe(step, {"eval/accuracy": value, **told})
+
+    evaluate(0, scores[0])
+    for step in range(1, 61):
+        swing = {name: 1.0 + step % 2 for name in ("policy/entropy", "response/length")}
+        line = {"train/skipped": 0.0, "train/grad_norm": 0.5, "reward/unscored": 0.0}
+        doctor.observe(step, {**line, **swing, "reward/mean": 0.25 + 0.1 * (step % 2)})
+    evaluate(60, scores[1])
+    return doctor
+
+
+@pytest.mark.parametrize(
+    ("scores", "spread", "learns", "training"),
+    [
+        ((0.2, 0.6), 0.1, "yes", ": hardly moves, but evaluation does, and counts more"),
+        ((0.5, 0.55), 0.1, "not clearly", ": no more than chance"),
+        ((0.5, 0.51), None, "not clearly", ": no more than chance"),
+        ((0.6, 0.2), 0.1, "no", ": no more than chance"),
+    ],
+)
+def test_an_answer_and_what_stands_beside_it_do_not_contradict_each_other(
+    scores: tuple[float, float], spread: float | None, learns: str, training: str
+) -> None:
+    """Who learns hears neither of no more than chance nor that nothing moves."""
+    doctor = standing_still(scores, spread)
+    verdict = is_learning(doctor.history, ended=True)
+    assert verdict.answer == learns
+    evaluated, trained = verdict.reasons[:2]
+    assert trained.startswith("reward/mean ") and trained.endswith(training)
+    assert evaluated.endswith(": without an interval this may be chance") == (spread is None)
+    nothing_moves = "learning_rate_low" in [t.kind for t in doctor.troubles(ended=True)]
+    assert nothing_moves == (learns == "not clearly")
+
+
 @pytest.mark.parametrize(("ess", "ill"), [(0.998, False), (0.99, True), (None, True)])
 def test_a_difference_that_leaves_all_samples_their_weight_is_no_illness(
     ess: float | None, ill: bool

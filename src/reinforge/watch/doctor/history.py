@@ -286,6 +286,12 @@ class RunHistory:
             return last.low > first.value and last.value > first.high
         return last.value > first.value
 
+    def surely_improves(self) -> bool:
+        """The same where the intervals are known: without them a rise may be chance."""
+        scores = self.evaluations()
+        bounded = bool(scores) and scores[0].high is not None and scores[-1].low is not None
+        return bounded and bool(self.improves())
+
     def worsens(self) -> bool:
         """Whether the last evaluation is clearly below the first: by their intervals, or, where
         there are none, by half.

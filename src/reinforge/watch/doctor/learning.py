@@ -5,7 +5,7 @@ loss of a policy gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reinforge.watch.doctor.history import CLEARLY, SCORED, RunHistory, Window, change
 
@@ -17,6 +17,10 @@ SIGNS = (
     ("reward/accuracy", 1),
     ("train/loss", -1),
 )
+WORDS = {1: "", 0: ": no more than chance", -1: ": worse"}  # by vote
+# where evaluations say that it learns, and training does not
+STILL_IN_TRAINING = ": hardly moves, but evaluation does, and counts more"
+UNBOUNDED = ": without an interval this may be chance"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,30 +33,56 @@ class LearningVerdict:
     reasons: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Sign:
+    """What evaluations or training say, for `is_learning`: 1 that it learns, -1 that it became
+    worse, 0 neither; how far they moved, and a word on it.
+    """
+
+    vote: int
+    moved: str
+    word: str = ""
+
+
 def is_learning(history: RunHistory, *, ended: bool = False) -> LearningVerdict:
-    """What evaluations say counts first, then the reward, or the loss of supervised training."""
-    reasons = []
-    votes = []
-    scores = history.evaluations()
-    if len(scores) > 1:
-        name = "eval/accuracy" if "eval/accuracy" in history.scores else "eval/reward"
-        reasons.append(
-            f"{name} {scores[0].value:.3g} (step {scores[0].step}) -> {scores[-1].value:.3g} (step"
-            f" {scores[-1].step})"
-        )
-        votes.append(1 if history.improves() else -1 if history.worsens() else 0)
-    for name, sign in SIGNS:
-        if (both := history.ends(name)) is not None:
-            far = sign * history.trend(name)
-            votes.append(1 if far > CLEARLY else -1 if far < -CLEARLY else 0)
-            reasons.append(f"{change(*both)}{_word(votes[-1])}")
-            break
+    """What evaluations say counts first, then the reward, or the loss of supervised training. A
+    rise of evaluations without intervals counts for nothing where training stands still.
+    """
+    trained = _training(history)
+    evaluated = _evaluations(history, still=trained is not None and trained.vote == 0)
+    if trained is not None and trained.vote == 0 and evaluated is not None and evaluated.vote > 0:
+        trained = replace(trained, word=STILL_IN_TRAINING)
+    signs = [sign for sign in (evaluated, trained) if sign is not None]
+    reasons = [f"{sign.moved}{sign.word}" for sign in signs]
     norms = history.window("train/grad_norm")
     if norms is not None:
         moved = sum(value > 0 for value in norms.values)
         reasons.append(f"a gradient in {moved} of {len(history)} steps (norm {norms.mean:.3g})")
     reasons += _about_loss(history)
-    return LearningVerdict(_answer(votes, norms, ended), tuple(reasons))
+    return LearningVerdict(_answer([sign.vote for sign in signs], norms, ended), tuple(reasons))
+
+
+def _evaluations(history: RunHistory, *, still: bool) -> _Sign | None:
+    """`still`: training did not move by more than chance."""
+    scores = history.evaluations()
+    if len(scores) < 2:
+        return None
+    first, last = scores[0], scores[-1]
+    name = "eval/accuracy" if "eval/accuracy" in history.scores else "eval/reward"
+    moved = f"{name} {first.value:.3g} (step {first.step}) -> {last.value:.3g} (step {last.step})"
+    if history.improves():
+        doubtful = still and not history.surely_improves()
+        return _Sign(0, moved, UNBOUNDED) if doubtful else _Sign(1, moved)
+    return _Sign(-1 if history.worsens() else 0, moved)
+
+
+def _training(history: RunHistory) -> _Sign | None:
+    for name, sign in SIGNS:
+        if (both := history.ends(name)) is not None:
+            far = sign * history.trend(name)
+            vote = 1 if far > CLEARLY else -1 if far < -CLEARLY else 0
+            return _Sign(vote, change(*both), WORDS[vote])
+    return None
 
 
 def _answer(votes: Sequence[int], norms: Window | None, ended: bool) -> str:
@@ -65,10 +95,6 @@ def _answer(votes: Sequence[int], norms: Window | None, ended: bool) -> str:
     if max(votes) > 0:
         return "yes"
     return "not clearly" if ended else "not yet"
-
-
-def _word(vote: int) -> str:
-    return {1: "", 0: ": no more than chance", -1: ": worse"}[vote]
 
 
 def _about_loss(history: RunHistory) -> list[str]:

@@ -133,7 +133,7 @@ def _moves(history: RunHistory, window: Window) -> bool:
 
 def learning_rate_low(history: RunHistory) -> Trouble | None:
     """Gradients are there, and after many steps no metric differs from its start by more than
-    chance.
+    chance, evaluation included.
     """
     rate = history.setting("train.learning_rate")
     norms = history.window("train/grad_norm")
@@ -144,6 +144,8 @@ def learning_rate_low(history: RunHistory) -> Trouble | None:
     names = MOVING if history.window(SCORED) is not None else ("train/loss",)
     moving = [window for name in names if (window := history.window(name)) is not None]
     if not moving or any(_moves(history, window) for window in moving):
+        return None
+    if history.surely_improves() or history.worsens():
         return None
     return Trouble(
         "learning_rate_low",
