@@ -257,6 +257,7 @@ DOUBTFUL: list[Overrides] = [
     ("rollout.precision=fp8",),
     ("model.exact=true", "algorithm.correction.name=tis"),
     ("model.exact=true", "algorithm.old=recompute"),
+    ("model.exact=true", "train.router_replay=on"),
     ("rollout.speculation.when=tail", "rollout.structured.regex=a+"),
     (VLLM, "engine.sleep=cache", "rollout.staleness=1"),
     ("rollout.staleness=10",),
@@ -374,6 +375,23 @@ def test_what_may_not_be_meant_is_accepted_and_told() -> None:
     # the configuration that a run keeps names every key, and nobody meant them
     kept = config_from_dict(sections().model_dump(mode="json"))
     assert not list(doubts(kept))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "model.exact=false",
+        "train.router_replay=off",
+        "rollout.staleness=1",
+        "algorithm.epochs=2",
+        "algorithm.minibatches=2",
+    ],
+)
+def test_router_replay_is_not_doubted_where_it_does_something(more: str) -> None:
+    """Weights that are newer than those that sampled choose other experts, exact or not."""
+    both = ("model.exact=true", "train.router_replay=on")
+    assert [doubt.key for doubt in doubts(sections(*both))] == ["train.router_replay"]
+    assert "train.router_replay" not in [doubt.key for doubt in doubts(sections(*both, more))]
 
 
 # a server that can do nothing that another can do without

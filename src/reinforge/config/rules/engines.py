@@ -284,6 +284,13 @@ def _open(config: Sections) -> bool:
     return server in SERVERS and not SERVERS[server].key and not config.engine.address
 
 
+def _trained_as_sampled(config: Sections) -> bool:
+    """Whether everything is trained once, with the very weights that sampled it."""
+    algorithm = config.algorithm
+    older = config.rollout.staleness or config.sampling.replay or config.rollout.kept
+    return not older and algorithm.epochs * algorithm.minibatches == 1
+
+
 OPEN_SERVER = Rule(
     "rollout.engine",
     _open,
@@ -314,6 +321,12 @@ DOUBTS = (
         lambda c: c.model.exact and c.algorithm.old == "recompute",
         "model.exact: the pass will find what sampling reported, to the bit",
         "use engine: it costs nothing",
+    ),
+    Rule(
+        "train.router_replay",
+        lambda c: c.model.exact and c.train.router_replay != "off" and _trained_as_sampled(c),
+        "model.exact: every token goes to the experts that it was sampled with, replay or not",
+        "leave one of them out",
     ),
     Rule(
         "rollout.speculation.when",
