@@ -535,7 +535,7 @@ class Run:
         self.bad_steps.observe(step)
         report_troubles(self.recorder, self._tell, self.step, step, groups)
         self._ask_doctor()
-        self.bad_steps.check(step)
+        self.bad_steps.check(step, self.cfg.train)
 
     def _ask_doctor(self) -> None:
         """What speaks against the run so far: on the screen as it is now, in the log when it is

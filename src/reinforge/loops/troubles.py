@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from reinforge.config.train import TrainConfig
 from reinforge.core.errors import ReinforgeError, StoppedByPolicy, Terminated
 from reinforge.core.faults import fault_events
 from reinforge.core.metrics import Metrics
 from reinforge.core.sample import Group
 from reinforge.loops.step import TrainingStep
+from reinforge.watch.doctor.router_losses import huge_loss
 from reinforge.watch.recorder import Recorder
 
 NONFINITE = "nonfinite"
@@ -57,11 +59,11 @@ class BadSteps:
             self.count = 0
             self.kind = ""
 
-    def check(self, step: TrainingStep) -> None:
+    def check(self, step: TrainingStep, train: TrainConfig) -> None:
         """Ends the run if this step is one too many."""
         bad = what_is_bad(step)
         if bad and self.count >= BAD_STEPS_IN_A_ROW:
-            raise StoppedByPolicy(f"{self.count} steps in a row {why_bad(bad, step)}")
+            raise StoppedByPolicy(f"{self.count} steps in a row {why_bad(bad, step, train)}")
 
 
 def what_is_bad(step: TrainingStep) -> str:
@@ -80,17 +82,26 @@ def absolves(step: TrainingStep, bad: str) -> bool:
     return not (bad == NONFINITE and step.empty)
 
 
-def why_bad(bad: str, step: TrainingStep) -> str:
+def why_bad(bad: str, step: TrainingStep, train: TrainConfig) -> str:
     """The same in words, as the end of a sentence."""
     if bad == NONFINITE:
-        return (
-            "had a non-finite loss or gradient; weights are as before them. Lower"
-            " train.learning_rate, or look at the rewards and at events.jsonl."
-        )
+        said = "had a non-finite loss or gradient; weights are as before them."
+        return f"{said} {_cure_of_nonfinite(step, train)}"
     return (
         f"had no sample that could be scored. {_why_unscored(step)} `reinforge check rewards"
         " CONFIG` tries each reward."
     )
+
+
+def _cure_of_nonfinite(step: TrainingStep, train: TrainConfig) -> str:
+    coefficients = {
+        "train.router_aux_loss": train.router_aux_loss,
+        "train.router_z_loss": train.router_z_loss,
+    }
+    huge = huge_loss(coefficients, step.metrics)
+    if huge is not None:
+        return f"{huge}. {huge.fix}"
+    return "Lower train.learning_rate, or look at the rewards and at events.jsonl."
 
 
 def _why_unscored(step: TrainingStep) -> str:

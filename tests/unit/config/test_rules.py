@@ -254,6 +254,7 @@ BROKEN: dict[str, list[Overrides]] = {
 }
 DOUBTFUL: list[Overrides] = [
     ("train.backend=fsdp", "train.deepspeed.stage=2"),
+    ("train.router_aux_loss=2.0",),
     ("rollout.precision=fp8",),
     ("model.exact=true", "algorithm.correction.name=tis"),
     ("model.exact=true", "algorithm.old=recompute"),

@@ -7,8 +7,10 @@ import pickle
 
 import pytest
 
+from helpers.toys import train_config
 from reinforge.backends.distributed import wire
 from reinforge.cluster import transport
+from reinforge.core.errors import StoppedByPolicy
 from reinforge.core.report import OutOfMemory, StepReport
 from reinforge.loops.step import TrainingStep
 from reinforge.loops.troubles import NONFINITE, UNSCORED, BadSteps
@@ -99,3 +101,29 @@ def test_an_empty_step_between_two_bad_ones_does_not_end_the_row() -> None:
     bad_steps.observe(TrainingStep({}, policy=[EMPTY]))
     assert (bad_steps.count, bad_steps.kind) == (0, "")
     assert UNSCORED != NONFINITE
+
+
+@pytest.mark.parametrize(
+    ("key", "coefficient", "value", "named"),
+    [
+        ("router_aux_loss", 1e30, 2.0, True),
+        ("router_z_loss", 1e5, 30.0, True),
+        ("router_aux_loss", 0.01, 2.0, False),
+        ("router_aux_loss", 1e30, math.nan, False),  # the model is broken
+        ("router_aux_loss", None, 2.0, False),  # of the model's own config, which we do not read
+    ],
+)
+def test_a_loss_of_the_routers_that_is_huge_is_named_and_not_the_learning_rate(
+    key: str, coefficient: float | None, value: float, named: bool
+) -> None:
+    train = train_config(**{key: coefficient})
+    step = TrainingStep({f"train/{key}": value}, policy=[BAD])
+    with pytest.raises(StoppedByPolicy) as caught:
+        BadSteps(count=3).check(step, train)
+    told = str(caught.value)
+    assert told.startswith("3 steps in a row had a non-finite loss or gradient")
+    assert ("Lower train.learning_rate, or" in told) == (not named)
+    if named:
+        assert coefficient is not None
+        assert f"train.{key}={coefficient:g} makes a loss of {coefficient * value:g}." in told
+        assert told.endswith(f" Lower train.{key}; 0.001 is usual.")

@@ -126,6 +126,20 @@ def test_a_loss_of_zero_is_explained() -> None:
     assert answer(constant)[0] == "no" and said(constant, "a gradient in 0 of")
 
 
+def test_what_is_not_finite_by_a_loss_of_the_routers_is_not_cured_by_the_learning_rate() -> None:
+    doctor = Doctor({"train.learning_rate": 1e-3, "train.router_aux_loss": 1e30})
+    for step in (1, 2, 3):
+        doctor.observe(step, {"train/skipped": 1.0, "train/router_aux_loss": 2.0})
+    found = doctor.troubles(ended=True)[0]
+    assert found.kind == "nonfinite"
+    assert found.fix.startswith("train.router_aux_loss=1e+30 makes a loss of 2e+30. Lower ")
+    assert str(found.knob) == "train.router_aux_loss=0.001 (it is 1e+30)"
+    usual = Doctor({"train.learning_rate": 1e-3, "train.router_aux_loss": 1e-3})
+    usual.observe(1, {"train/skipped": 1.0, "train/router_aux_loss": 2.0})
+    knob = usual.troubles(ended=True)[0].knob
+    assert knob is not None and knob.key == "train.learning_rate"
+
+
 def standing_still(scores: tuple[float, float], spread: float | None) -> Doctor:
     """Of 60 steps whose reward, entropy and length only swing, and an evaluation at either end."""
     doctor = Doctor({"train.learning_rate": 1e-6})

@@ -62,6 +62,7 @@ def _unread_zero(config: Sections) -> bool:
     return config.train.backend != "deepspeed" and partly and section == DeepSpeedConfig()
 
 
+MOST_BALANCE = 1.0  # a coefficient of a balancing loss that may still be meant
 CAUSAL_ONLY = "the backend megatron trains causal LMs only"
 ONE_PROCESS = No("it is proved for one process", "set train.backend=local, or leave it out")
 BESIDE_TRAINING = No(
@@ -535,6 +536,13 @@ DOUBTS = (
         _unread_zero,
         "only the backend deepspeed reads it, and {backend} ignores it",
         "set train.backend=deepspeed, or remove it",
+    ),
+    Rule(
+        "train.router_aux_loss",
+        lambda c: (c.train.router_aux_loss or 0) > MOST_BALANCE,
+        "a balancing loss is about as large as the number of experts for a token: so much of it"
+        " outweighs what is to be learned",
+        "set it to 0.001 to 0.01, as is usual",
     ),
 )
 

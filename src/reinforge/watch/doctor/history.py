@@ -55,6 +55,8 @@ KEPT = frozenset(
         "critic/explained_variance",
         "critic/loss",
         "experts/dead",
+        "train/router_aux_loss",
+        "train/router_z_loss",
         "epoch",
         "memory/peak_gib",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from reinforge.watch.doctor.history import SCORED, RunHistory, finite
+from reinforge.watch.doctor.router_losses import METRICS, USUAL, huge_loss
 from reinforge.watch.doctor.trouble import Knob, Trouble
 
 MOST_UNSCORED = 0.1  # share of answers without a reward that is still no trouble
@@ -22,16 +23,29 @@ def nonfinite(history: RunHistory) -> Trouble | None:
     n = len(history)
     if len(skipped) <= MOST_SKIPPED * n:
         return None
-    rate = history.setting("train.learning_rate")
+    fix, knob = _cure_of_nonfinite(history)
     return Trouble(
         "nonfinite",
         f"{len(skipped)} of {n} steps had a gradient that was not finite (NaN or infinity) and did"
         " not change the weights.",
-        "Lower train.learning_rate, and look at the rewards.",
+        fix,
         since=skipped[0],
-        knob=None if rate is None else Knob("train.learning_rate", rate / 10, rate),
+        knob=knob,
         evidence=(f"train/skipped is 1 in steps {listed(skipped)}",),
     )
+
+
+def _cure_of_nonfinite(history: RunHistory) -> tuple[str, Knob | None]:
+    """The learning rate, unless a loss of the routers is what is large."""
+    coefficients = {key: history.setting(key) for key in METRICS}
+    windows = [history.window(metric) for metric in METRICS.values()]
+    largest = {window.name: max(window.values) for window in windows if window is not None}
+    huge = huge_loss(coefficients, largest)
+    if huge is not None:
+        return f"{huge}. {huge.fix}", Knob(huge.key, USUAL, huge.coefficient)
+    rate = history.setting("train.learning_rate")
+    knob = None if rate is None else Knob("train.learning_rate", rate / 10, rate)
+    return "Lower train.learning_rate, and look at the rewards.", knob
 
 
 def unscored(history: RunHistory) -> Trouble | None:
