@@ -75,13 +75,23 @@ def train(
 
 def _train_run(loaded: Config) -> None:
     """One run to its end, if nothing speaks against it. A run that is finished needs nothing."""
-    if finished_run(loaded) is None:
+    if not _finished(loaded):
         found = preflight(loaded)
         warn(found.warnings)
         refuse(found.errors)
         if loaded.cluster.kind == "local":
             refuse(not_here(loaded))
     train_config(loaded)
+
+
+def _finished(loaded: Config) -> bool:
+    """Whether nothing is left to do. A finished run of other settings is none of this one's: the
+    checks refuse its directory, with whatever else is wrong.
+    """
+    try:
+        return finished_run(loaded) is not None
+    except InputError:
+        return False
 
 
 def sft(

@@ -25,7 +25,7 @@ from typing import IO, Any
 from reinforge.build.predict import shown
 from reinforge.config.schema import Config
 from reinforge.plan.options import PlanOptions
-from reinforge.plan.preflight import IMPORTING, PlanReport, preflight
+from reinforge.plan.preflight import IMPORTING, PlanReport, check_run_dir, check_settings
 
 DEADLINE_SECONDS = 30.0
 DEEP_DEADLINE_SECONDS = 120.0
@@ -44,13 +44,15 @@ def plan_run(
 ) -> PlanReport:
     """All phases for the config that was read from `config_path` with `overrides`.
 
-    Phase 2 runs only if phase 1 found nothing wrong.
+    Phase 2 runs only if phase 1 found nothing wrong but the run directory: who chooses another one
+    should not meet the next error then.
     """
     options = options or PlanOptions()
-    report = preflight(config)
+    report = check_settings(config)
     if report.ok:
         seconds = seconds_for(options, deadline)
         report.extend(worker_report(config_path, overrides, seconds, options=options))
+    check_run_dir(config, report)
     return report
 
 

@@ -85,6 +85,13 @@ def preflight(config: Config) -> PlanReport:
     """Phase 1 of `plan`: everything wrong that the file system and the lists of names can tell, in
     well under a second.
     """
+    report = check_settings(config)
+    check_run_dir(config, report)
+    return report
+
+
+def check_settings(config: Config) -> PlanReport:
+    """All of it but the run directory: what would be wrong in another one too."""
     report = PlanReport(summary=_step_summary(config))
     if config.algorithm.name not in catalogue.TABLE:
         report.refuse(
@@ -112,7 +119,6 @@ def preflight(config: Config) -> PlanReport:
         report.warn(doubt.key, f"{doubt.why}.", f"{doubt.fix[0].upper()}{doubt.fix[1:]}.")
     for absent in missing(config):
         report.refuse(*absent)
-    _check_run_dir(config, report)
     _check_hub(config, report)
     _check_trackers(config, report)
     held_out = config.data.eval.size or config.data.eval.source
@@ -535,7 +541,8 @@ def _check_trackers(config: Config, report: PlanReport) -> None:
         )
 
 
-def _check_run_dir(config: Config, report: PlanReport) -> None:
+def check_run_dir(config: Config, report: PlanReport) -> None:
+    """Whether the run can be begun in its directory, or go on there."""
     path = Path(config.run.dir)
     resume = config.run.resume
     full = path.resolve()

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from helpers.paths import SRC
 from helpers.toys import SilentView
 from reinforge.build.trainer import build
+from reinforge.cli.main import main
 from reinforge.config.load import config_from_dict, load_config
 from reinforge.config.model import ModelConfig
 from reinforge.config.rules import machine
@@ -1006,3 +1007,44 @@ def test_a_changed_config_is_refused_before_the_model_is_loaded(
     )
     refused = preflight(make(model, rows, tmp_path, "train.learning_rate=0.5")).errors
     assert len(refused) == 1 and "train.learning_rate was 1e-05 and is 0.5" in str(refused[0])
+
+
+def used(model: Path, rows: Path, tmp_path: Path, *wrong: str) -> Path:
+    """A file that does not fit the run in its directory, which is finished, for more reasons than
+    the directory.
+    """
+    run = tmp_path / "run"
+    first = make(model, rows, tmp_path)
+    checkpoint = run / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "MANIFEST.json").write_text("{}")
+    (checkpoint / "state.json").write_text('{"extra": {"step": 2, "clock": {"last": {}}}}')
+    (run / "config.json").write_text(first.model_dump_json())
+    jsonl(run / "metrics.jsonl", [{"step": 2}])
+    jsonl(run / "events.jsonl", [{"kind": "started", "steps": 2}, {"kind": "finished"}])
+    changed = make(model, rows, tmp_path, "train.learning_rate=0.5", *wrong)
+    file = tmp_path / "changed.yaml"
+    file.write_text(changed.model_dump_json(exclude_unset=True))
+    return file
+
+
+def test_train_tells_a_used_directory_with_whatever_else_is_wrong(
+    model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who chooses another directory should not meet the next error then."""
+    file = used(model, rows, tmp_path, "rewards.0.name=exact_numbr")
+    assert main(["train", str(file)]) == 2
+    told = capsys.readouterr().err
+    assert "error: 2 problems:" in told
+    assert "train.learning_rate was 1e-05 and is 0.5" in told
+    assert "there is no reward 'exact_numbr'. Did you mean exact_number?" in told
+
+
+def test_plan_reads_the_data_though_the_directory_is_used(
+    model: Path, rows: Path, tmp_path: Path
+) -> None:
+    file = used(model, rows, tmp_path, "data.where.nothing=1")
+    errors = plan.plan_run(load_config(file), file).errors
+    assert len(errors) == 2, errors
+    assert "train.learning_rate was 1e-05 and is 0.5" in errors[1]
+    assert "nothing" in errors[0] and "train.learning_rate" not in errors[0]
