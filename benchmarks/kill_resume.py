@@ -93,6 +93,7 @@ class Bench:
         # the first fork waits for the server's imports
         cli_runs.start(["--version"], self.folder, env=self.env, forked=True).wait()
         for name, forked in (("whole", False), ("whole-forked", True)):
+            print(f"a whole run {'as a fork' if forked else 'as a process'} begins", flush=True)
             process = self.start(name, forked)
             process.until((self.folder / name / "events.jsonl").exists, self.limit)
             self.startup = time.monotonic() - process.began

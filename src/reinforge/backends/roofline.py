@@ -93,11 +93,11 @@ GPUS: dict[str, tuple[float, float]] = {
 UNKNOWN = (100.0, 0.8)
 TRAIN_SHARE = {"compiled": 0.45, "fused": 0.44, "eager": 0.3, "cpu": 0.5}  # of the peak flops
 # Where norms and gates are a kernel each, what a token costs has three parts. Of the peak flops:
-# products, those of experts with all that goes to them and comes back, and attention by narrow and
-# wide heads
+# products, those of experts with all that goes to them and comes back, and attention, which adds up
+# its gradients in one order
 FUSED_PRODUCTS = 0.65
 FUSED_EXPERTS = 0.26
-FUSED_ATTENTION = (0.17, 0.3)
+FUSED_ATTENTION = 0.18
 # Numbers that a token moves beside them, forward and back: of each number of a hidden state in each
 # layer (norms, sums, rotation, adapters), of an MLP's inner state, and of a logit
 FUSED_MOVED = {"hidden": 40, "inner": 9, "vocab": 3}
@@ -111,7 +111,7 @@ PRODUCT_SHARE = {"cuda": 0.55, "cpu": 0.5}
 FP8_PRODUCTS = 0.77
 FP8_ROWS = 64
 FP8_ROUNDING = 6e-6
-NARROW_HEAD = 64  # attention by so narrow heads is slow, and no faster with its cache in FP8
+NARROW_HEAD = 64  # attention over so narrow heads is not faster with keys and values in FP8
 # of each layer in each decode step, however little it computes
 LAYER_SECONDS = {"cuda": 1.1e-5, "cpu": 2.0e-4}
 STATE_SECONDS = 8.0e-5  # likewise, of one that keeps state: it has many small kernels
@@ -207,10 +207,10 @@ def train_seconds(f: ModelFacts, machine: Machine, work: StepWork) -> float:
         products -= 2 * f.body(active=True) * work.tokens * passes * (1 - 1 / FP8_GAIN)
     attention = forward_flops(f, work.tokens, length) - product_flops(f, work.tokens)
     mode = mode_of(f, machine)
-    if mode != "fused":
+    if mode != "fused" or f.packed:  # in 4 bits adapters have no kernels of their own
         attention *= whole - frozen + work.passes
         return (products + attention) / (machine.flops * TRAIN_SHARE[mode])
-    attention *= (whole + work.passes) / FUSED_ATTENTION[f.head_dim > NARROW_HEAD]
+    attention *= (whole + work.passes) / FUSED_ATTENTION
     moved = work.tokens * fused_bytes(f) * (whole + work.passes) / 3
     products /= FUSED_EXPERTS if f.experts > 1 else FUSED_PRODUCTS
     return (products + attention) / machine.flops + moved / (
