@@ -1,6 +1,6 @@
 """Rows of a task of reasoning-gym for gpu_learn.py, made anew: {"q", "a", "split"}.
 
-    python benchmarks/fresh_rows.py leg_counting OUT.jsonl [--train 4000] [--test 512] [--seed 0]
+    python benchmarks/fresh_rows.py gcd OUT.jsonl [--train 4000] [--test 512] [--seed 0]
 
 The task's answers are to be whole numbers: that is what gpu_learn.py and TRL's side of it look for.
 No question is in both parts. The same seed makes the same rows.
