@@ -91,8 +91,9 @@ def plan_mismatch(run_dir: Path, step: int | None = None) -> MismatchPlan:
 
 
 def _worst_step(run_dir: Path) -> int:
-    lines = list(read_lines(run_dir / "metrics.jsonl"))
-    found = {line["step"]: line[METRIC] for line in lines if math.isfinite(line.get(METRIC) or 0)}
+    # evaluations have lines of their own, before the first step and after the last one
+    lines = [line for line in read_lines(run_dir / "metrics.jsonl") if METRIC in line]
+    found = {line["step"]: line[METRIC] for line in lines if math.isfinite(line[METRIC] or 0)}
     steps = {step: value for step, value in found.items() if step >= 1}
     if not steps:
         raise InputError(

@@ -152,6 +152,13 @@ def apply_override(data: dict[str, Any], override: str) -> tuple[str | int, ...]
         raise InputError(
             "not of the form key=value.", where=where, fix="Write e.g. `train.learning_rate=1e-5`."
         )
+    if not text.strip():  # often a variable of the shell that is not set
+        raise InputError(
+            f"{key.strip()} is given nothing.",
+            where=where,
+            fix=f"Write a value, {key.strip()}=null for none, or {key.strip()}='\"\"' for a text"
+            " without letters.",
+        )
     value = override_value(text.strip(), where=where)
     here: Any = data
     path: tuple[str | int, ...] = ()

@@ -67,6 +67,14 @@ def export(
     )
     if gguf is not None:
         check_gguf(config, merge, gguf)
+    if config.adapter is not None and config.train.router_bias_rate and not merge:
+        raise InputError(
+            "the biases of the routers were trained beside the adapter (train.router_bias_rate),"
+            " and the file of an adapter has no place for them: on its base it would choose other"
+            " experts.",
+            where="export",
+            fix="Add --merge (Python: merge=True).",
+        )
     write = _write_scores if config.algorithm.family == "reward" else _write_model
     form = write(config, run, out, checkpoint, merge)
     if gguf is not None:

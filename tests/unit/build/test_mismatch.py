@@ -144,6 +144,17 @@ def test_staleness_that_is_allowed_is_told_as_that(models: Path, tmp_path: Path)
     assert found.apart < found.limit < found.overall
 
 
+def test_evaluations_are_no_steps(models: Path, tmp_path: Path) -> None:
+    """They have lines of their own in metrics.jsonl, before the first step and after the last."""
+    held_out = {"eval": {"source": "arithmetic:chain", "size": 8}}
+    run = mismatched_run(
+        "staleness", models, tmp_path / "run", data=held_out, eval={"every": 2, "at_start": True}
+    )
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    assert any("mismatch/mean" not in line for line in lines)
+    assert 1 <= plan_mismatch(run, None).replay.step <= 4
+
+
 def test_runs_without_an_engine_are_refused(tmp_path: Path) -> None:
     for name, where, what in (
         ("sft", {"algorithm": {"name": "sft"}, "rewards": []}, "no engine"),

@@ -303,7 +303,7 @@ def test_hints_point_at_real_keys() -> None:
         ("a.e=k=v", ("a", "e"), "k=v"),
         ("a.f={k: [1, no]}", ("a", "f"), {"k": [1, "no"]}),
         ("a.q='5'", ("a", "q"), "5"),
-        ("a.n=", ("a", "n"), None),
+        ("a.n=null", ("a", "n"), None),
         ("none.x=1", ("none", "x"), 1),
         ("z.0.name=r", ("z", 0, "name"), "r"),
     ],
@@ -345,6 +345,8 @@ def test_a_key_of_a_section_in_its_short_form(
 @pytest.mark.parametrize(
     ("override", "word"),
     [
+        ("a.b=", "a.b=null for none"),
+        ("a.b= ", "given nothing"),
         ("a.b", "key=value"),
         ("=3", "key=value"),
         ("a..b=3", "key=value"),

@@ -199,6 +199,7 @@ BROKEN: dict[str, list[Overrides]] = {
         ("algorithm.name=online_dpo", "adapter={dropout: 0.1}", "model.exact=true"),
         ("algorithm.name=online_dpo", "adapter={dropout: 0.1}", "model.compile=true"),
         ("train.freeze=[lm_head]", "adapter={kind: lora}"),
+        ("train.only=[lm_head]", "adapter={kind: lora}"),
         ("train.optimizer.masters=split", "adapter={kind: lora}"),
         ("train.optimizer.lora_plus=16.0",),
         (

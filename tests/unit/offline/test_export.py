@@ -96,6 +96,21 @@ def test_an_adapter_is_a_peft_checkpoint_and_merging_changes_nothing(
     ] == str(Path(tiny_dir).resolve())
 
 
+def test_an_adapter_is_not_exported_without_the_biases_that_were_trained_beside_it(
+    lora: Path, tmp_path: Path
+) -> None:
+    """`train.router_bias_rate` moves them, and peft's file has no place for them."""
+    run = tmp_path / "run"
+    shutil.copytree(lora, run)
+    config = json.loads((run / "config.json").read_text())
+    config["train"]["router_bias_rate"] = 0.001
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"train\.router_bias_rate.*Add --merge"):
+        export(run, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+    assert (export(run, tmp_path / "merged", merge=True) / "config.json").is_file()
+
+
 def test_what_else_is_in_an_export(adapter: Path, merged: Path) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 

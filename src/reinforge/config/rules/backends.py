@@ -63,6 +63,10 @@ def _unread_zero(config: Sections) -> bool:
 
 
 MOST_BALANCE = 1.0  # a coefficient of a balancing loss that may still be meant
+NOT_BESIDE_AN_ADAPTER = (
+    "an adapter leaves all weights of the model as they are",
+    "choose its layers with adapter.targets, or train without an adapter",
+)
 CAUSAL_ONLY = "the backend megatron trains causal LMs only"
 ONE_PROCESS = No("it is proved for one process", "set train.backend=local, or leave it out")
 BESIDE_TRAINING = No(
@@ -506,9 +510,13 @@ RULES = (
     ),
     Rule(
         "train.freeze",
-        lambda c: bool(c.train.freeze or c.train.only) and c.adapter is not None,
-        "an adapter leaves all weights of the model as they are",
-        "choose its layers with adapter.targets, or train without an adapter",
+        lambda c: bool(c.train.freeze) and c.adapter is not None,
+        *NOT_BESIDE_AN_ADAPTER,
+    ),
+    Rule(
+        "train.only",
+        lambda c: bool(c.train.only) and c.adapter is not None,
+        *NOT_BESIDE_AN_ADAPTER,
     ),
     Rule(
         "train.optimizer.masters",
