@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 WHERE = "adapter.path"
 EXPORT = "`reinforge export RUN OUT` makes one of a run."
 AGAIN = "Save or export it again, or copy it again."
+OTHER = "Give an adapter of this base model, or the base of this adapter as model.path."
+# what a weight of experts or of a router is called, and one of a layer
+_OF_EXPERTS = re.compile(r"\.experts\.|\.block_sparse_moe\.|\.router\.|\.mlp\.gate\.")
+_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
 def read_adapter(text: str) -> dict[str, Any]:
@@ -52,7 +57,7 @@ def read_adapter(text: str) -> dict[str, Any]:
 
 def _check_weights(folder: Path, config: Mapping[str, Any]) -> None:
     """They are there, whole, and of a rank that the configuration names."""
-    file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    file = _file(folder)
     if file is None:
         raise InputError(f"{folder} has no {WEIGHTS[0]}.", where=WHERE, fix=AGAIN)
     if file.suffix != ".safetensors":
@@ -67,6 +72,45 @@ def _check_weights(folder: Path, config: Mapping[str, Any]) -> None:
                 where=WHERE,
                 fix=AGAIN,
             )
+
+
+def _file(folder: Path) -> Path | None:
+    return next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+
+
+def shapes(text: str) -> dict[str, list[int]]:
+    """By name the shapes of its weights; none where only torch can read the file."""
+    file = _file(Path(text))
+    return dict(_shapes(file)) if file is not None and file.suffix == ".safetensors" else {}
+
+
+def check_base(text: str, model: Any) -> None:
+    """Refuses an adapter with weights that a model cannot have, by its transformers configuration:
+    of experts where it has none, of layers behind its last. Of a model with towers nothing is
+    certain.
+    """
+    if model.get_text_config() is not model:
+        return
+    layers = getattr(model, "num_hidden_layers", None)
+    said = json.dumps({**model.to_dict(), "_name_or_path": ""}, default=str)
+    mixture = re.search("expert|moe", said, re.IGNORECASE) is not None
+    kind = model.model_type
+    for name in shapes(text):
+        layer = _LAYER.search(name)
+        if not mixture and _OF_EXPERTS.search(name):
+            what, without = "experts or their router", f"this model ({kind}) has no experts"
+        elif layer and isinstance(layers, int) and int(layer[1]) >= layers:
+            what, without = f"layer {layer[1]}", f"this model ({kind}) has layers 0 to {layers - 1}"
+        else:
+            continue
+        raise other_model(text, f"has weights for {what} ({name}), and {without}")
+
+
+def other_model(text: str, what: str) -> InputError:
+    """The error of an adapter that was made for another model, with what it says of its own."""
+    base = read_adapter(text).get("base_model_name_or_path")
+    made = f"; it was made for {base}" if base else ""
+    return InputError(f"{_file(Path(text))} {what}{made}.", where=WHERE, fix=OTHER)
 
 
 def _shapes(file: Path) -> Iterator[tuple[str, list[int]]]:

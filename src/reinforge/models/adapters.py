@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from reinforge.config.adapter import AdapterConfig
-from reinforge.config.saved_adapter import CONFIG, read_adapter
+from reinforge.config.saved_adapter import read_adapter
 from reinforge.core.errors import InputError, said_by
 from reinforge.models.adapter_dropout import add_dropout
 from reinforge.models.expert_adapters import unwrapped
@@ -145,10 +145,15 @@ def _loaded(module: Any, path: str) -> Any:
         text = str(one.message)
         if MISSING.match(text):
             names = re.findall(r"base_model[\w.]*", text)
-            what = f"{len(names)} weights, e.g. {names[0]}" if names else "those of the experts"
+            saved = read_adapter(path)
+            wanted = ", ".join(saved.get("target_parameters") or [])
+            base = saved.get("base_model_name_or_path")
             raise InputError(
-                f"the adapter in {path} and this model do not fit: its {CONFIG} names parts that"
-                f" there are no weights or no place for ({what}).",
+                f"the adapter in {path} lacks {len(names)} weights that it has in this model, e.g."
+                f" {names[0]}."
+                if names
+                else f"the adapter in {path} is for weights of experts or routers ({wanted}) that"
+                f" this model does not have{f'; it was made for {base}' if base else ''}.",
                 where="adapter.path",
                 fix="Give the adapter of this base model, with all of its weights.",
             )

@@ -20,6 +20,7 @@ from reinforge.config import architectures
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.chat_templates import CHAT_TEMPLATES, fitting
 from reinforge.config.model import ELSEWHERE, ModelConfig
+from reinforge.config.saved_adapter import check_base
 from reinforge.core.errors import InputError, said_by
 from reinforge.core.hub import unavailable
 from reinforge.core.hub_trouble import hub_trouble
@@ -425,6 +426,8 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     _check_architecture(cfg)
+    if adapter is not None and adapter.path is not None:
+        check_base(adapter.path, load_config(cfg))
     tokenizer = load_tokenizer(cfg)
     module = _load_module(
         cfg, AutoModelForCausalLM, quantize=adapter is not None and adapter.kind == "qlora"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,18 @@ from safetensors.torch import load_file, save_file
 from helpers.toy_architectures import make_architecture
 from helpers.toys import make_module
 from reinforge.config.adapter import AdapterConfig
-from reinforge.config.saved_adapter import CONFIG, as_known, as_saved, overruled, read_adapter
+from reinforge.config.saved_adapter import (
+    CONFIG,
+    as_known,
+    as_saved,
+    check_base,
+    overruled,
+    read_adapter,
+)
+from reinforge.config.train import TrainConfig
 from reinforge.core.errors import InputError
 from reinforge.models.adapters import add_adapter
+from reinforge.models.meta_model import count_on_meta
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -107,7 +117,7 @@ def test_one_with_weights_missing_is_refused(tmp_path: Path, arch: str) -> None:
     before = {n: p.clone() for n, p in add_adapter(make(arch), cfg, seed=1).named_parameters()}
     assert any("lora_A" in name for name in before)
     without(folder / WEIGHTS, "layers.1.mlp")
-    with pytest.raises(InputError, match="do not fit") as told:
+    with pytest.raises(InputError, match="lacks .* weights") as told:
         add_adapter(make(arch), cfg, seed=0)
     assert told.value.where == "adapter.path" and "layers.1.mlp" in str(told.value)
 
@@ -124,9 +134,52 @@ def test_one_of_another_model_is_refused(tmp_path: Path, saved: Path) -> None:
     experts = tmp_path / "experts"
     cfg = AdapterConfig(rank=2, targets=["q_proj", "gate_up_proj"])
     add_adapter(make_architecture("qwen3_moe"), cfg, seed=0).save_pretrained(experts)
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError, match=r"weights of experts .*gate_up_proj\) that .* not have"):
         add_adapter(make_module("llama"), AdapterConfig(path=str(experts)), seed=0)
+
+
+def made_for(folder: Path, base: str) -> Path:
+    config = folder / CONFIG
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": base})
+    )
+    return folder
+
+
+@pytest.mark.parametrize("target", ["gate_up_proj", "gate"])
+def test_one_of_experts_is_refused_before_a_dense_model_is_loaded(
+    tmp_path: Path, target: str
+) -> None:
+    mixture = make_architecture("qwen3_moe")
+    cfg = AdapterConfig(rank=2, targets=["q_proj", target])
+    add_adapter(mixture, cfg, seed=0).save_pretrained(tmp_path)
+    path = str(made_for(tmp_path, "org/mixture"))
+    check_base(path, mixture.config)
+    with pytest.raises(
+        InputError, match=r"experts or their router .* \(llama\) has no exp"
+    ) as told:
+        check_base(path, make_module("llama").config)
     assert told.value.where == "adapter.path"
+    assert f"{tmp_path / WEIGHTS} has" in str(told.value) and "for org/mixture" in str(told.value)
+    saved = AdapterConfig(path=path)
+    with pytest.raises(InputError, match="has no experts"):
+        count_on_meta(make_module("llama").config, TrainConfig(steps=1), saved)
+
+
+def test_one_of_other_sizes_is_refused_before_the_model_is_loaded(saved: Path) -> None:
+    shape = make_module("llama").config
+    cfg = AdapterConfig(path=str(made_for(saved, "org/large")))
+    train = TrainConfig(steps=1)
+    assert count_on_meta(shape, train, cfg).trained
+    fewer = copy.deepcopy(shape)
+    fewer.num_hidden_layers = 1
+    with pytest.raises(InputError, match=r"layer 1 .* layers 0 to 0; it was made for org/large"):
+        count_on_meta(fewer, train, cfg)
+    wider = copy.deepcopy(shape)
+    wider.hidden_size = 2 * shape.hidden_size
+    told = rf"reads {shape.hidden_size} numbers, and in this model it reads {wider.hidden_size}"
+    with pytest.raises(InputError, match=told):
+        count_on_meta(wider, train, cfg)
 
 
 def test_one_of_experts_alone_goes_on(tmp_path: Path) -> None:
