@@ -164,7 +164,8 @@ def _loaded(module: Any, path: str) -> Any:
 
 
 def _by_kind(module: Any, cfg: AdapterConfig) -> tuple[list[str], list[str]]:
-    """The names of layers, and those of parameters in which the weights of experts lie stacked.
+    """The names of layers, and those of parameters in which the weights of experts lie stacked, or
+    that are a router's.
 
     peft finds all linear layers, but stacked experts of a few architectures only, so they are named
     here: those that `models.experts` computes, because peft would write out all weights of all
@@ -174,10 +175,15 @@ def _by_kind(module: Any, cfg: AdapterConfig) -> tuple[list[str], list[str]]:
         by_layer = cfg.kind == "dora" or cfg.init == "pissa"
         return [], [] if by_layer else list(_stacked(module, "has_gate"))
     stacked = {name for name, p in module.named_parameters() if p.ndim == 3}
+    # a saved adapter names the weight of a router (gate.weight), not its module
+    weights = {name for name, p in module.named_parameters() if p.ndim == 2}
     of_experts = [
         target
         for target in cfg.targets
-        if any(name == target or name.endswith(f".{target}") for name in stacked)
+        if any(
+            name == target or name.endswith(f".{target}")
+            for name in (stacked | weights if target.endswith(".weight") else stacked)
+        )
     ]
     return [target for target in cfg.targets if target not in of_experts], of_experts
 

@@ -304,6 +304,16 @@ def test_adapted_experts_are_counted_and_continued(arch: str, tmp_path: Path) ->
         assert count_on_meta(make_config(arch), TrainConfig(steps=1), cfg).trained == trained
 
 
+def test_a_saved_router_is_counted(tmp_path: Path) -> None:
+    new = AdapterConfig(rank=3, targets=["q_proj", "gate_up_proj", "down_proj", "gate"])
+    module = add_adapter(make_architecture("qwen3_moe"), new, seed=0)
+    module.save_pretrained(tmp_path)
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    for cfg in (new, AdapterConfig(path=str(tmp_path))):
+        counts = count_on_meta(make_config("qwen3_moe"), TrainConfig(steps=1), cfg)
+        assert counts.trained == trained
+
+
 def test_unknown_targets_are_an_input_error() -> None:
     with pytest.raises(InputError, match=r"adapter\.targets"):
         adapted(targets=["nothing_like_this"])
