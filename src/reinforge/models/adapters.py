@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from reinforge.config.adapter import AdapterConfig
 from reinforge.config.saved_adapter import read_adapter
-from reinforge.core.errors import InputError, said_by
+from reinforge.core.errors import InputError
 from reinforge.models.adapter_dropout import add_dropout
 from reinforge.models.expert_adapters import unwrapped
 from reinforge.models.experts import computes, experts_forward
@@ -64,6 +64,7 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
     else:
         modules, stacked = _by_kind(module, cfg)
         left_out = _left_out(module, cfg, head)
+        unfit, names = _unfit(module, cfg.targets), _names_to_use(module)  # peft will change it
         meant = _all_weights(module, left_out) if cfg.targets == "all-linear" else []
         lora = LoraConfig(
             r=cfg.rank,
@@ -93,9 +94,7 @@ def add_adapter(module: Any, cfg: AdapterConfig, *, seed: int, head: str | None 
                         where="adapter.kind",
                         fix="Leave it out, or name layers in adapter.targets ([q_proj, v_proj]).",
                     ) from error
-                raise InputError(
-                    said_by(error), where="adapter.targets", fix=_names_to_use(module)
-                ) from error
+                raise InputError(unfit, where="adapter.targets", fix=names) from error
             except TypeError as error:
                 if not cfg.modules_to_save:
                     raise
@@ -235,11 +234,33 @@ def _tell_missing(wrapped: Any, meant: Iterable[str]) -> None:
 
 
 def _names_to_use(module: Any) -> str:
-    """The fix where peft knows no such layer."""
-    linear = {n.rpartition(".")[2] for n, p in module.named_modules() if isinstance(p, nn.Linear)}
+    """The fix where peft knows no such layer. `module` is the plain model."""
+    names = {n.rpartition(".")[2] for n, p in module.named_modules() if isinstance(p, nn.Linear)}
     stacked = {n.rpartition(".")[2] for n, p in module.named_parameters() if p.ndim == 3}
-    experts = f", or weights of its experts ({', '.join(sorted(stacked))})" if stacked else ""
-    return f"Use all-linear, or linear layers of the model ({', '.join(sorted(linear))}){experts}."
+    routers = {
+        n.rpartition(".")[2] if n.endswith(".gate") else f"{n.rpartition('.')[2]}.weight"
+        for n, p in module.named_modules()
+        if "router" in type(p).__name__.lower() and "weight" in p._parameters
+    }
+    found = f"Use all-linear, or linear layers of the model ({', '.join(sorted(names))})"
+    for what, more in (("weights of its experts", stacked), ("its routers", routers - names)):
+        found += f", or {what} ({', '.join(sorted(more))})" if more else ""
+    return f"{found}."
+
+
+def _unfit(module: Any, targets: str | Sequence[str]) -> str:
+    """What is wrong where peft can adapt none of the targets, or not one of them."""
+    if isinstance(targets, str):
+        return f"this model has no layers for {targets}."
+    linear = [n for n, p in module.named_modules() if isinstance(p, nn.Linear)]
+    known = [*linear, *(n for n, _ in module.named_parameters())]
+    unknown = [t for t in targets if not any(f".{n}".endswith(f".{t}") for n in known)]
+    whole = [
+        t for t in unknown if any(f".{n}".endswith(f".{t}") for n, _ in module.named_modules())
+    ]
+    if whole:
+        return f"{', '.join(whole)} cannot have an adapter: no linear layer, and no weight."
+    return f"there is nothing in this model for {', '.join(unknown or targets)}."
 
 
 def _leave_routers(wrapped: Any) -> None:

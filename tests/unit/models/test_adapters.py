@@ -321,9 +321,23 @@ def test_unknown_targets_are_an_input_error() -> None:
         adapted(targets=["lm_head"])
     with pytest.raises(InputError, match=r"adapter\.init"):
         adapted("qwen3_moe", init="pissa")
-    told = r"Qwen3MoeExperts\(.*\) is not supported.*q_proj.*experts \(down_proj, gate_up_proj\)"
-    with pytest.raises(InputError, match=told):
-        adapted("qwen3_moe", targets=["experts"])
+    with pytest.raises(InputError) as told:
+        adapted("qwen3_moe", targets=["q_proj", "experts"])
+    assert str(told.value) == (
+        "adapter.targets: experts cannot have an adapter: no linear layer, and no weight. Use"
+        " all-linear, or linear layers of the model (k_proj, lm_head, o_proj, q_proj, v_proj), or"
+        " weights of its experts (down_proj, gate_up_proj), or its routers (gate)."
+    )
+    assert "not supported" in str(told.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"), [("qwen3_moe", "gate"), ("mixtral", "gate"), ("gpt_oss", "router.weight")]
+)
+def test_routers_that_are_offered_can_be_named(arch: str, name: str) -> None:
+    with pytest.raises(InputError, match=rf"or its routers \({name}\)"):
+        adapted_names(arch, targets=["nothing_like_this"])
+    assert any(f".{name.partition('.')[0]}." in one for one in adapted_names(arch, targets=[name]))
 
 
 def test_a_full_model_keeps_a_frozen_copy_as_reference() -> None:
