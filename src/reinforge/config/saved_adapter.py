@@ -170,13 +170,20 @@ def as_known(adapter: AdapterConfig) -> AdapterConfig:
 
 
 def overruled(adapter: AdapterConfig) -> list[str]:
-    """What is written beside adapter.path and is not so: `rank: 32, where it has 4`."""
+    """What is written beside adapter.path and is not so: `rank: 32, where it has 4`. The defaults
+    count where somebody wrote them; the configuration that a run leaves has every key.
+    """
     saved = as_saved(adapter)
+    written = adapter.model_fields_set & {"rank", "targets"}
+    if adapter.model_fields_set == AdapterConfig.model_fields.keys():
+        written = set()
     found = []
     for key in ("kind", "rank", "alpha", "targets"):
         said, there = getattr(adapter, key), getattr(saved, key)
         default = AdapterConfig.model_fields[key].default
-        if said in (default, there) or (isinstance(said, list) and sorted(said) == there):
+        if said == there or (isinstance(said, list) and sorted(said) == there):
+            continue
+        if said == default and key not in written:
             continue
         if isinstance(said, float) and isinstance(there, int | float) and math.isclose(said, there):
             continue

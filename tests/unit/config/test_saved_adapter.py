@@ -51,6 +51,12 @@ def test_what_is_written_beside_it_and_is_not_so(saved: Path) -> None:
         "targets: ['k_proj'], where it has ['q_proj', 'v_proj']"
     ]
     assert overruled(AdapterConfig(path=str(saved))) == []
+    assert overruled(AdapterConfig(path=str(saved), rank=16, targets="all-linear")) == [
+        "rank: 16, where it has 4",
+        "targets: all-linear, where it has ['q_proj', 'v_proj']",
+    ]
+    whole = AdapterConfig(path=str(saved)).model_dump()  # as a run leaves it
+    assert overruled(AdapterConfig(**whole)) == []
 
 
 def broken(saved: Path, how: str) -> str:
