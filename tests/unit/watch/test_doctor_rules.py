@@ -140,6 +140,27 @@ def test_what_is_not_finite_by_a_loss_of_the_routers_is_not_cured_by_the_learnin
     assert knob is not None and knob.key == "train.learning_rate"
 
 
+@pytest.mark.parametrize(
+    ("weight", "knob", "says"),
+    [
+        (None, "train.router_aux_loss=0.01 (it is 0)", "Balance the router's load"),
+        (0.002, "train.router_aux_loss=0.02 (it is 0.002)", "Balance the router's load"),
+        (0.05, "train.router_aux_loss=0.1 (it is 0.05)", "Balance the router's load"),
+        (0.1, None, "train.router_aux_loss=0.1 is large: the balancing loss outweighs the task"),
+        (1e3, None, "train.router_aux_loss=1000 is large: the balancing loss outweighs the task"),
+    ],
+)
+def test_a_balancing_loss_is_raised_up_to_what_makes_sense(
+    weight: float | None, knob: str | None, says: str
+) -> None:
+    doctor = Doctor({"train.router_aux_loss": weight})
+    for step in range(1, 21):
+        doctor.observe(step, {"train/skipped": 0.0, "experts/dead": 0.5})
+    [found] = doctor.troubles(ended=True)
+    assert found.kind == "dead_experts" and found.fix.startswith(says)
+    assert (found.knob and str(found.knob)) == knob
+
+
 def standing_still(scores: tuple[float, float], spread: float | None) -> Doctor:
     """Of 60 steps whose reward, entropy and length only swing, and an evaluation at either end."""
     doctor = Doctor({"train.learning_rate": 1e-6})

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 MUCH = 100.0  # what is usual gives less than 1
 USUAL = 0.001
+LARGE = 0.1  # a coefficient of a balancing loss that is not advised to be raised further
 METRICS = {
     "train.router_aux_loss": "train/router_aux_loss",
     "train.router_z_loss": "train/router_z_loss",
