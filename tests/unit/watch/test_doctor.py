@@ -112,7 +112,7 @@ def score(value: float, spread: float | None = 0.05) -> dict[str, float]:
                 }
             ]
             * 2,
-            ["unscored", "no_gradient"],
+            ["unscored"],
         ),
         ([score(0.53), FINE, score(0.0)], ["collapse"]),
         ([score(0.53), FINE, score(0.45)], []),  # their intervals overlap
@@ -125,6 +125,17 @@ def test_what_is_a_trouble_and_what_is_not(
     steps: list[dict[str, Any]], expected: list[str]
 ) -> None:
     assert kinds(health(*steps)) == expected
+
+
+def test_steps_without_any_score_are_no_steps_of_equal_rewards() -> None:
+    silent = {**TIED, "reward/unscored": 1.0, "reward/mean": None, "reward/std": None}
+    assert kinds(health(*[silent] * 6)) == ["unscored"]
+    assert kinds(health(*[silent] * 6, FINE, FINE, TIED)) == ["unscored"]
+    [cause, tied] = health(*[silent] * 6, FINE, TIED, TIED).troubles(ended=True)
+    assert cause.kind == "unscored" and tied.kind == "no_gradient"
+    assert tied.since == 8
+    told = "2 of 3 steps that had scored answers taught nothing"
+    assert tied.what.startswith(told) and "(mean 0.25 in those steps)" in tied.what
 
 
 def test_while_a_run_goes_on_a_share_needs_a_few_steps() -> None:

@@ -89,10 +89,13 @@ def constant_reward(history: RunHistory) -> Trouble | None:
 
 
 def no_gradient(history: RunHistory) -> Trouble | None:
-    idle = _idle(history)
-    if len(idle) * 2 <= len(history) or constant_reward(history) or solved(history):
+    unscored = {i for i, share in enumerate(history.column(SCORED)) if share == 1}
+    idle = [i for i in _idle(history) if i not in unscored]  # of the others `unscored` tells
+    looked = len(history) - len(unscored)
+    if len(idle) * 2 <= looked or constant_reward(history) or solved(history):
         return None
-    share = f"{len(idle)} of {steps(len(history))} taught nothing"
+    which = " that had scored answers" if unscored else ""
+    share = f"{len(idle)} of {steps(looked)}{which} taught nothing"
     first = history.steps[idle[0]]
     if history.window(SCORED) is None:
         return Trouble(
