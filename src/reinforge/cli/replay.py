@@ -18,7 +18,7 @@ from reinforge.cli.counterfactual import print_counterfactual
 from reinforge.cli.progress import progress_bar
 from reinforge.cli.show import print_mapping
 from reinforge.core.errors import InputError
-from reinforge.loops.config_changes import allowed
+from reinforge.loops.config_changes import allowed, said_of
 from reinforge.watch.ending import duration
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def branch_command(
     plan = plan_branch(run, step, new, overrides or [])
     for key, (old, now) in plan.changes.items():
         kind = "" if allowed(key, old, now) else ": from here on it is another run"
-        print(f"{key} was {old!r} and is {now!r}{kind}", file=sys.stderr)
+        print(f"{key} was {said_of(old)} and is {said_of(now)}{kind}", file=sys.stderr)
     if plan.replay is None:
         make_branch(plan)
     else:

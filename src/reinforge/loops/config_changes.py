@@ -97,6 +97,15 @@ def _among(key: str, keys: Sequence[str]) -> bool:
     return any(f"{key}.".startswith(one) if one.endswith(".") else key == one for one in keys)
 
 
+def said_of(value: Any) -> str:
+    """A value of a setting as messages about changes write it.
+
+    >>> said_of(0.001), said_of("a"), said_of(None)
+    ('0.001', "'a'", 'not set')
+    """
+    return "not set" if value is None else repr(value)
+
+
 def check_branch(parent: Config, branch: Config) -> Changes:
     """What a branch changes of the run that it comes from; an error where the state of that run
     cannot go on with it.
@@ -138,7 +147,8 @@ def check_changes(run_dir: Path, cfg: Config) -> Changes | None:
     refused = {key: values for key, values in found.items() if not allowed(key, *values)}
     if refused:
         told = ", ".join(
-            f"{key} was {before!r} and is {after!r}" for key, (before, after) in refused.items()
+            f"{key} was {said_of(before)} and is {said_of(after)}"
+            for key, (before, after) in refused.items()
         )
         raise InputError(
             f"the run in {run_dir} was made with another configuration: {told}.",

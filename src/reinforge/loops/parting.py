@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reinforge.loops.config_changes import Changes, allowed, changes
+from reinforge.loops.config_changes import Changes, allowed, changes, said_of
 from reinforge.watch.logs import read_json
 from reinforge.watch.past import (
     Anchor,
@@ -110,4 +110,4 @@ def _decides(key: str, what: str) -> bool:
 
 
 def _said(found: dict[str, list[Any]]) -> list[str]:
-    return [f"{key}: {old!r} and {new!r}" for key, (old, new) in found.items()]
+    return [f"{key}: {said_of(old)} and {said_of(new)}" for key, (old, new) in found.items()]

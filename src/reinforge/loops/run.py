@@ -34,7 +34,7 @@ from reinforge.core.sample import Group
 from reinforge.data.cursor import Cursor
 from reinforge.loops.anchors import machine, samples_digests, update_digest, weights_digest
 from reinforge.loops.checkpointer import Checkpointer
-from reinforge.loops.config_changes import Changes
+from reinforge.loops.config_changes import Changes, said_of
 from reinforge.loops.control import RunControl
 from reinforge.loops.evaluator import Evaluator
 from reinforge.loops.finished import BY_CALLER, nothing_to_do
@@ -233,7 +233,7 @@ class Run:
         elif changes:
             self.recorder.event("config_changed", step=self.step, changes=changes)
             for key, (old, new) in changes.items():
-                self.view.message(f"{key} was {old!r} and is now {new!r}")
+                self.view.message(f"{key} was {said_of(old)} and is now {said_of(new)}")
             self._tell_schedule(changes)
 
     def _tell_schedule(self, changes: Changes) -> None:

@@ -212,14 +212,14 @@ def test_resume_policies(make: Callable[..., Config]) -> None:
             {},
             r"group_size was 4 and is 2.*prompts_per_step was 4 and is 2",
         ),
-        ((), LORA, r"adapter\.rank was None and is 4"),
+        ((), LORA, r"adapter\.rank was not set and is 4"),
         (("rewards.0.weight=2",), {}, r"rewards\.0\.weight was 1\.0 and is 2\.0"),
         (
             ("rollout.temperature=0.5", "train.steps=5"),
             {},
             r"rollout\.temperature was 1\.0 and is 0\.5\.",
         ),
-        (("data.options.api_key=b", "data.options.n=1"), {}, r"data\.options\.n was None"),
+        (("data.options.api_key=b", "data.options.n=1"), {}, r"data\.options\.n was not set and is 1"),
     ],
     ids=str,
 )
