@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -165,14 +165,14 @@ class FunctionReward:
 
 
 def lacks(
-    reward: FunctionReward, missing: Iterable[str], columns: Iterable[str], row: str = ""
+    reward: FunctionReward, missing: Iterable[str], columns: Collection[str], row: str = ""
 ) -> InputError:
     """A reward needs columns that are not there: in one `row` (where it is), or in all."""
     which = row or "the rows"
     have = "does not have" if row else "do not have"
+    there = f"columns: {', '.join(sorted(columns))}" if columns else "there are no columns"
     return InputError(
-        f"reward {reward.name} needs {', '.join(sorted(missing))}, which {which} {have} (columns:"
-        f" {', '.join(sorted(columns))}).",
+        f"reward {reward.name} needs {', '.join(sorted(missing))}, which {which} {have} ({there}).",
         where="rewards",
         fix=_how_called(columns) if reward.reads_nothing else _how_mapped(bool(row)),
     )

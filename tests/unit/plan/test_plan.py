@@ -706,7 +706,7 @@ def test_columns_that_rewards_ask_for_are_looked_for_before_the_model(
 ) -> None:
     """By `plan` and by `train`: a model that is not there is not what they complain about."""
     bare = jsonl(tmp_path / "bare.jsonl", [{"prompt": f"{i}"} for i in range(10)])
-    wants = r"reward exact_number needs answer, which the rows do not have \(columns: \)"
+    wants = r"reward exact_number needs answer, which the rows do not have \(there are no columns\)"
     found = run_checks(make(tmp_path / "nowhere", bare, tmp_path, "data.eval.size=0")).errors
     assert any(re.search(wants, error) for error in found), found
     with pytest.raises(InputError, match=wants):
