@@ -219,7 +219,11 @@ def test_resume_policies(make: Callable[..., Config]) -> None:
             {},
             r"rollout\.temperature was 1\.0 and is 0\.5\.",
         ),
-        (("data.options.api_key=b", "data.options.n=1"), {}, r"data\.options\.n was not set and is 1"),
+        (
+            ("data.options.api_key=b", "data.options.n=1"),
+            {},
+            r"data\.options\.n was not set and is 1",
+        ),
     ],
     ids=str,
 )
