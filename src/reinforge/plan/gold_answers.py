@@ -8,17 +8,31 @@ import asyncio
 import math
 import reprlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from reinforge.build.data import total_steps
 from reinforge.config.schema import Config
 from reinforge.core.errors import ReinforgeError
 from reinforge.core.row import Row
+from reinforge.loops.troubles import BAD_STEPS_IN_A_ROW
 from reinforge.plan.preflight import PlanReport, tell_stage
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.raised import raised_in_words
 
 GOLD_ROWS = 8
 UNTRIED = ("model", "judge", "http")  # weights are not loaded and servers not asked for a check
+# those that leave a completion unscored because of its row alone, if it is an empty one
+BY_THE_ROW = ("exact_match", "exact_number", "number", "choice", "math")
+AT_ONCE = 1000  # rows
+
+
+@dataclass(frozen=True)
+class UnreadGold:
+    """A reward that could score none of the gold answers that it was tried on."""
+
+    key: str
+    what: str
 
 
 def sample(rows: Sequence[Row], limit: int) -> list[Row]:
@@ -50,7 +64,11 @@ def check_rewards(config: Config, rows: Sequence[Row], report: PlanReport) -> No
     tried = sample(rows, GOLD_ROWS)
     gold = [row for row in tried if row.columns.get("answer") is not None]
     if gold:
-        asyncio.run(_score_rows(config, rewards, gold, ("gold", "empty"), report))
+        unread, unscored = asyncio.run(
+            _score_rows(config, rewards, gold, ("gold", "empty"), report)
+        )
+        stops = unscored and asyncio.run(_stops(config, rewards, rows))
+        _tell_unread(unread, len(rows), report, unscored=unscored, stops=stops)
     else:
         asyncio.run(_score_rows(config, rewards, tried, ("empty",), report))
         if all(":" in cfg.name for cfg in config.rewards):
@@ -66,11 +84,14 @@ async def _score_rows(
     rows: list[Row],
     kinds: tuple[str, ...],
     report: PlanReport,
-) -> None:
+) -> tuple[list[UnreadGold], bool]:
     """Every reward must take gold answers and empty completions without raising, and together they
-    should prefer the first.
+    should prefer the first. Those that could score no gold answer; and whether all rewards were
+    tried and none scored anything.
     """
     totals = dict.fromkeys(kinds, 0.0)
+    known_kinds: set[str] = set()  # of which any reward scored any
+    unread: list[UnreadGold] = []
     scores: dict[str, Any] = {}
     report.summary["rewards"] = scores
     for i, reward in enumerate(rewards):
@@ -89,8 +110,16 @@ async def _score_rows(
                 break
             scored = [v for v in values if v is not None]
             scores[reward.name][kind] = mean = sum(scored) / len(scored) if scored else None
-            totals[kind] += config.rewards[i].weight * (mean or 0.0)
-            if kind == "gold" and len(scored) < len(values):
+            if mean is not None:
+                totals[kind] += config.rewards[i].weight * mean
+                known_kinds.add(kind)
+            if kind == "gold" and not scored:
+                what = (
+                    f"could score none of the {len(values)} gold answers that it was tried on; the"
+                    f" first is {reprlib.repr(texts[0])} of {rows[0].where}."
+                )
+                unread.append(UnreadGold(key, what))
+            elif kind == "gold" and len(scored) < len(values):
                 at = values.index(None)
                 report.warn(
                     key,
@@ -100,13 +129,61 @@ async def _score_rows(
                 )
     # nothing that counts was left out
     known = all(cfg.name not in UNTRIED for cfg in config.rewards if cfg.weight)
-    compared = report.ok and scores and known and "gold" in totals
+    compared = report.ok and scores and known and "gold" in known_kinds
     if compared and totals["gold"] <= totals["empty"]:
-        what = (
-            f"gold answers score {totals['gold']:g} on average and empty completions"
-            f" {totals['empty']:g}."
+        empty = (
+            f"empty completions {totals['empty']:g}"
+            if "empty" in known_kinds
+            else "empty completions could not be scored"
         )
+        what = f"gold answers score {totals['gold']:g} on average and {empty}."
         report.warn("rewards", what, "Is the answer column what the rewards expect?")
+    tried = all(cfg.name not in UNTRIED for cfg in config.rewards)
+    return unread, report.ok and tried and not known_kinds
+
+
+async def _stops(config: Config, rewards: Sequence[Any], rows: Sequence[Row]) -> bool:
+    """Whether a run is sure to stop since no answer to any row can be scored."""
+    sure = (
+        config.algorithm.family == "policy_gradient"
+        and config.env is None
+        and config.agent is None
+        and all(cfg.name in BY_THE_ROW for cfg in config.rewards)
+        and total_steps(config, len(rows)) >= BAD_STEPS_IN_A_ROW
+    )
+    if not sure:
+        return False
+    for start in range(0, len(rows), AT_ONCE):
+        some = rows[start : start + AT_ONCE]
+        for reward in rewards:
+            try:
+                scores = (await reward.outcome(some, [""] * len(some))).scores
+            except ReinforgeError:  # none of these has an answer: not what was looked for
+                return False
+            if any(score is not None for score in scores):
+                return False
+    return True
+
+
+def _tell_unread(
+    unread: Sequence[UnreadGold], rows: int, report: PlanReport, *, unscored: bool, stops: bool
+) -> None:
+    """`unscored`: no reward scored anything that was tried. `stops`: nor can it on any row."""
+    fix = (
+        "Name the column that has answers as the reward reads them (columns: {answer: solution}),"
+        " repair them, or take another reward."
+    )
+    after = f"`train` stops after {BAD_STEPS_IN_A_ROW} steps in which no sample could be scored."
+    for one in unread:
+        if stops:
+            more = f" No answer to any of the {rows:,} rows can be scored: {after}"
+            report.refuse(one.key, one.what + more, fix)
+        elif unscored:
+            more = f" No reward scored any of them, or an empty completion: {after}"
+            report.warn(one.key, one.what + more, fix)
+        else:
+            more = " Rows like these will be unscored by it in training too."
+            report.warn(one.key, one.what + more, fix)
 
 
 def tokens_for(config: Config, reward: Any, texts: Sequence[str]) -> list[list[int]] | None:

@@ -599,6 +599,8 @@ def short(completions): return [1.0]
 def nan(completions): return [float("nan") for _ in completions]
 def unsure(completions, answer): return [None if a == "38" else 1.0 for a in answer]
 def flat(completions): return [0.5 for _ in completions]
+def silent(completions): return [None for _ in completions]
+def wants_text(completions): return [float(c == "x") if c else None for c in completions]
 """
 
 
@@ -612,6 +614,8 @@ def flat(completions): return [0.5 for _ in completions]
         ("nan", ["nan"], []),
         ("unsure", [], ["could not score 1 of 2 gold", "'38' of row", "two.jsonl:2"]),
         ("flat", [], ["gold answers score 0.5", "empty completions 0.5"]),
+        ("silent", [], ["silent): could score none of the 2 gold", "'10' of row", "No reward sco"]),
+        ("wants_text", [], ["score 0 on average and empty completions could not be scored."]),
     ],
 )
 def test_rewards_meet_their_gold_answers(
@@ -637,11 +641,47 @@ def test_rewards_meet_their_gold_answers(
         assert word in report.errors[0]
     for word in warnings:
         assert any(word in warning for warning in report.warnings), report.warnings
+    if name == "silent":
+        assert not any("on average" in warning for warning in report.warnings)
     if name == "good":
         assert (
             report.summary["rewards"] == {"good": {"gold": 1.0, "empty": 0.0}}
             and not report.warnings
         )
+
+
+def test_gold_answers_that_no_reward_can_read(model: Path, tmp_path: Path) -> None:
+    """An error where every row of the data is such a one and the run is long enough to stop."""
+    words = [{"prompt": f"{i}+{i}=", "answer": f"word number {'x' * i}"} for i in range(40)]
+    unread = jsonl(tmp_path / "words.jsonl", words)
+
+    def found(file: Path, *more: str) -> tuple[list[str], list[str]]:
+        given = ("data.eval.size=0", "train.prompts_per_step=8", *more)
+        report = run_checks(make(model, file, tmp_path, *given))
+        assert not any("on average" in warning for warning in report.warnings)
+        about = [w for w in report.warnings if w.startswith("rewards")]
+        return report.errors, about
+
+    [error], warnings = found(unread)
+    assert not warnings
+    assert error.startswith(
+        "rewards.0 (exact_number): could score none of the 8 gold answers that it was tried on; the"
+        " first is 'word number ' of "
+    )
+    assert "words.jsonl:1" in error and "No answer to any of the 40 rows can be scored" in error
+    assert "stops after 3 steps" in error
+    says = "No reward scored any of them, or an empty completion"
+    errors, [warning] = found(unread, "train.epochs=null", "train.steps=2")  # ends before it stops
+    assert not errors and says in warning
+    one = [{**row, "answer": "7"} if i == 1 else row for i, row in enumerate(words)]
+    errors, [warning] = found(jsonl(tmp_path / "one.jsonl", one))  # which was not looked at
+    assert not errors and says in warning
+    # another reward scores them
+    errors, warnings = found(
+        unread, "rewards.1.name=regex", "rewards.1.options={pattern: word}", "rewards.1.weight=0.5"
+    )
+    assert not errors and len(warnings) == 1
+    assert "unscored by it in training too" in warnings[0] and "rewards.0 (exact_n" in warnings[0]
 
 
 def test_a_total_that_is_not_known_beforehand_is_no_warning(model: Path, tmp_path: Path) -> None:
