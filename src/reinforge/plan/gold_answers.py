@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reinforge.build.data import total_steps
 from reinforge.config.schema import Config
 from reinforge.core.errors import ReinforgeError
 from reinforge.core.row import Row
-from reinforge.loops.troubles import BAD_STEPS_IN_A_ROW
 from reinforge.plan.preflight import PlanReport, tell_stage
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.raised import raised_in_words
@@ -144,6 +142,9 @@ async def _score_rows(
 
 async def _stops(config: Config, rewards: Sequence[Any], rows: Sequence[Row]) -> bool:
     """Whether a run is sure to stop since no answer to any row can be scored."""
+    from reinforge.build.data import total_steps
+    from reinforge.loops.troubles import BAD_STEPS_IN_A_ROW
+
     sure = (
         config.algorithm.family == "policy_gradient"
         and config.env is None
@@ -169,6 +170,8 @@ def _tell_unread(
     unread: Sequence[UnreadGold], rows: int, report: PlanReport, *, unscored: bool, stops: bool
 ) -> None:
     """`unscored`: no reward scored anything that was tried. `stops`: nor can it on any row."""
+    from reinforge.loops.troubles import BAD_STEPS_IN_A_ROW
+
     fix = (
         "Name the column that has answers as the reward reads them (columns: {answer: solution}),"
         " repair them, or take another reward."
