@@ -33,6 +33,7 @@ from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.result import RunResult
 from reinforge.build.run import ConfigTrainer
 from reinforge.config.data_source import is_config, source_config
+from reinforge.config.explain import all_keys, dotted
 from reinforge.config.load import config_from_dict, load_config
 from reinforge.config.pipeline import Pipeline, is_pipeline, load_any
 from reinforge.config.rewards import RewardConfig
@@ -100,11 +101,17 @@ def _known_names(function: Callable[P, T]) -> Callable[P, T]:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 listed = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(known)}."
-                fix = UNKNOWN.get(name, listed) if of_trainer else listed
+                fix = (UNKNOWN.get(name) or _as_override(name) or listed) if of_trainer else listed
                 raise InputError(f"has no argument {name}.", where=where, fix=fix)
         return function(*args, **kwargs)
 
     return call
+
+
+def _as_override(name: str) -> str | None:
+    """How a key of the configuration is given that is no argument of its own."""
+    keys = [dotted(path) for path, _ in all_keys() if path[-1] == name and len(path) == 2]
+    return f'Give it as overrides=["{keys[0]}=..."].' if keys else None
 
 
 class Trainer(ConfigTrainer):

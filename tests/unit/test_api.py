@@ -117,6 +117,10 @@ def test_what_is_missing_is_said(arguments: dict[str, Any], says: str, tmp_path:
         ({"train_dataset": ROWS}, r"has no argument train_dataset\. It is called data"),
         ({"peft_config": object()}, r"has no argument peft_config\. It is called adapter"),
         ({"learning_rat": 1e-4}, r"has no argument learning_rat\. Did you mean learning_rate"),
+        (
+            {"router_aux_loss": 0.01},
+            r"has no argument router_aux_loss\. Give it as overrides=\[\"train\.router_aux_loss=",
+        ),
         ({"zzz": 1}, r"has no argument zzz\. There are: config, model, tokenizer, data"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -242,7 +242,8 @@ def _weights_in_words(out: Path) -> str:
     size = sum(file.stat().st_size for file in files)
     config = out / "config.json"
     dtype = json.loads(config.read_text()).get("dtype") if config.is_file() else None
-    return f"{size / 1e6:,.0f} MB" + (f" in {dtype}" if dtype else "")
+    room = f"{size / 1e6:,.0f} MB" if size >= 1e6 else f"{size / 1e3:,.0f} KB"
+    return room + (f" in {dtype}" if dtype else "")
 
 
 def checkpoint_in_words(checkpoint: str) -> str:

@@ -168,7 +168,7 @@ def parse(text: str, source: str) -> tuple[Any, dict[Path, int]]:
         raise InputError(
             f"this is not YAML: {error.problem or error.context}.",
             where=at,
-            fix=_yaml_hint(text, mark),
+            fix=_yaml_hint(text, mark, error),
         ) from error
     except yaml.YAMLError as error:  # a character that YAML does not allow
         raise InputError(
@@ -182,8 +182,10 @@ def parse(text: str, source: str) -> tuple[Any, dict[Path, int]]:
     return builder.build(node), builder.lines
 
 
-def _yaml_hint(text: str, mark: yaml.Mark | None) -> str | None:
+def _yaml_hint(text: str, mark: yaml.Mark | None, error: yaml.MarkedYAMLError) -> str | None:
     line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
     if "\t" in line[: len(line) - len(line.lstrip())]:
         return "The line is indented with a tab: use spaces."
+    if "alias" in f"{error.context} {error.problem}":  # a value that has a name of its own
+        return "Put quotes around what begins with *, as in ['*.mlp']."
     return None

@@ -355,6 +355,7 @@ def test_a_key_of_a_section_in_its_short_form(
         ("a.b.c=1", "`a.b` is 1"),
         ("a.b=.inf", "not a finite number"),
         ("a.b=[1", "not YAML"),
+        ("a.b=[*experts*]", "quotes around what begins with *"),
         ("a.b={x: 1, x: 2}", "given twice"),
         ("a.b=[!!python/none x]", "tag"),
     ],
