@@ -21,6 +21,7 @@ from reinforge.build.caller_objects import CallerObjects
 from reinforge.build.run import train_config
 from reinforge.checkpoint import store
 from reinforge.config.schema import Config
+from reinforge.config.train import TrainConfig
 from reinforge.core.batch import Batch, Totals
 from reinforge.core.errors import StoppedByPolicy
 from reinforge.core.sample import Group
@@ -258,9 +259,10 @@ def test_where_the_reason_is_that_nothing_was_scored() -> None:
     returned None themselves.
     """
     assert what_is_bad(TrainingStep({}, unscored=True)) == UNSCORED
-    silent = why_bad(UNSCORED, TrainingStep({}, unscored=True))
+    train = TrainConfig(steps=3)
+    silent = why_bad(UNSCORED, TrainingStep({}, unscored=True), train)
     assert "returned None for every completion" in silent and "events.jsonl" not in silent
-    failed = why_bad(UNSCORED, TrainingStep({}, unscored=True, faults=True))
+    failed = why_bad(UNSCORED, TrainingStep({}, unscored=True, faults=True), train)
     assert "events.jsonl (kind fault)" in failed and "returned None" not in failed
     assert not what_is_bad(TrainingStep({"reward/unscored": 0.5}))
 

@@ -23,7 +23,7 @@ from reinforge.core.backend import State
 from reinforge.core.errors import InputError
 from reinforge.core.sample import Row
 from reinforge.models.load import load_scalar
-from reinforge.plan.plan import preflight
+from reinforge.plan.preflight import preflight
 from reinforge.rewards.build import build_rewards
 from reinforge.rewards.model import model_reward
 from reinforge.rewards.normalization import RewardNormalization
