@@ -228,7 +228,7 @@ def export(
     write(run, out, checkpoint=checkpoint, merge=merge, gguf=gguf, push=push)
     found = {
         "made": f"{out}, the {checkpoint_in_words(checkpoint)} checkpoint of {run}",
-        "weights": _weights_in_words(out),
+        "weights": weights_in_words(out),
     }
     files = sorted(str(file) for file in out.glob("*.gguf"))
     if files:
@@ -236,7 +236,7 @@ def export(
     print_mapping({**found, "next": f"reinforge chat {shlex.quote(str(out))}"})
 
 
-def _weights_in_words(out: Path) -> str:
+def weights_in_words(out: Path) -> str:
     """Their size, and the precision that the model's own config names."""
     files = [*out.glob("*.safetensors"), *out.glob("*.bin")]
     size = sum(file.stat().st_size for file in files)

@@ -14,7 +14,7 @@ from reinforge.core.faults import fault_events
 from reinforge.core.metrics import Metrics
 from reinforge.core.sample import Group
 from reinforge.loops.step import TrainingStep
-from reinforge.watch.doctor.router_losses import huge_loss
+from reinforge.watch.doctor.router_losses import METRICS, huge_loss
 from reinforge.watch.recorder import Recorder
 
 NONFINITE = "nonfinite"
@@ -94,10 +94,7 @@ def why_bad(bad: str, step: TrainingStep, train: TrainConfig) -> str:
 
 
 def _cure_of_nonfinite(step: TrainingStep, train: TrainConfig) -> str:
-    coefficients = {
-        "train.router_aux_loss": train.router_aux_loss,
-        "train.router_z_loss": train.router_z_loss,
-    }
+    coefficients = {key: getattr(train, key.removeprefix("train.")) for key in METRICS}
     huge = huge_loss(coefficients, step.metrics)
     if huge is not None:
         return f"{huge}. {huge.fix}"

@@ -18,6 +18,7 @@ import pytest
 
 from helpers.paths import SRC
 from reinforge.cli.main import ReinforgeCommands, greet, main
+from reinforge.cli.model import weights_in_words
 from reinforge.core.errors import InputError, StoppedByPolicy, Terminated
 
 CONFIG = """
@@ -477,3 +478,11 @@ def test_a_command_by_another_name_is_told(
     assert main([word, "runs/x"]) == 2
     assert f"No such command '{word}'. Did you mean '{meant}'?" in capsys.readouterr().err
     assert main([*meant.split(), "--help"]) == 0
+
+
+def test_weights_below_a_megabyte_are_not_told_as_none(tmp_path: Path) -> None:
+    """Those of a small adapter were `0 MB`."""
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(14_100))
+    assert weights_in_words(tmp_path) == "14 KB"
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(2_600_000))
+    assert weights_in_words(tmp_path) == "3 MB"
